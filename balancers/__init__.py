@@ -1,0 +1,25 @@
+"""Load balancers: bias estimators for the global scale, gradient balancers for the local scale."""
+
+from .base import BiasBalancer, GradientBalancer
+from .exact_qb import ExactQB
+from .gshard import GShard
+from .histogram_qb import HistogramQB
+from .lei import LEI
+from .metrics import max_violation
+from .rank_averaged_qb import RankAveragedQB
+from .signed_count import SignedCount
+from .update import simulate_ranks, update_balancers
+
+__all__ = [
+    "LEI",
+    "BiasBalancer",
+    "ExactQB",
+    "GShard",
+    "GradientBalancer",
+    "HistogramQB",
+    "RankAveragedQB",
+    "SignedCount",
+    "max_violation",
+    "simulate_ranks",
+    "update_balancers",
+]

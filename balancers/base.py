@@ -1,0 +1,216 @@
+"""The two base classes: a bias balancer acts once per optimizer step, a gradient balancer on every microbatch.
+
+``T`` tokens, ``E`` experts, ``K`` experts a token.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..kernels import Routing, Tally
+
+# yields a local statistic, receives its sum over all token shards, returns the next bias [E]
+Solve = Generator[Tensor, Tensor, Tensor]
+
+
+class FixedDtype(nn.Module):
+    """A module whose buffers keep their dtype whatever the model is cast to; they do move between devices."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FixedDtype":
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+
+class Balancer(FixedDtype):
+    """What both kinds share: the sizes, and accumulators over one optimizer step."""
+
+    def __init__(self, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        if not 1 <= top_k < num_experts:
+            raise ValueError(
+                f"top_k must be at least 1 and below num_experts (there is no cutoff otherwise), "
+                f"got top_k={top_k} and num_experts={num_experts}"
+            )
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self._accumulators: list[str] = []
+
+    def add_accumulator(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> None:
+        """A zeroed buffer that follows the module's device, is not saved, and that ``reset`` clears in place."""
+        self.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
+        self._accumulators.append(name)
+
+    def reset(self) -> None:
+        """Drop what was observed since the last update; buffers keep their addresses."""
+        for name in self._accumulators:
+            self.get_buffer(name).zero_()
+
+    def reset_parameters(self) -> None:
+        """Initial state, for a module that was built on the meta device and moved by ``to_empty``."""
+        self.reset()
+
+
+class BiasBalancer(Balancer):
+    """Finds the selection bias of one MoE layer, once per optimizer step, from what all token shards saw.
+
+    =============== =========================================== ======================== ===================
+    hook            when                                        by whom                  default
+    =============== =========================================== ======================== ===================
+    ``open_tally``  before a forward that counts                the router, ``tally``    None
+    ``accumulate``  after a forward that counts                 the router, ``observe``  (required)
+    ``solve``       once per optimizer step, layers in lockstep ``update_balancers``     (required)
+    ``reset``       after the update; when a step is aborted    ``update_balancers``     clear accumulators
+    ``diagnostics`` after the update                            the trainer              nothing
+    =============== =========================================== ======================== ===================
+
+    A forward counts when the module is in training mode, gradients are enabled, it is not frozen, and it is not the
+    recomputation of one that has been counted (activation checkpointing). ``solve`` is a coroutine: it yields a
+    local statistic and receives the sum over all token shards; whoever drives it decides what that means. Where no
+    token was counted it returns NaN and the bias stays.
+
+    Args:
+        num_experts: ``E``.
+        top_k: ``K``, below ``E``.
+        ema: in [0, 1); ``b = ema * b + (1 - ema) * b_next``.
+        centre: subtract the mean over experts from ``b_next``.
+        frozen: neither observes nor updates; may be set at any time.
+
+    Attributes:
+        bias: ``[E]`` fp32, added for selection only (``s + b``); the only saved state.
+
+    Raises:
+        ValueError: ``top_k`` outside ``[1, num_experts)``, ``ema`` outside ``[0, 1)``.
+    """
+
+    bias: Tensor
+    needs_bounded_scores = False
+
+    def __init__(
+        self, num_experts: int, top_k: int, *, ema: float = 0.0, centre: bool = True, frozen: bool = False
+    ) -> None:
+        super().__init__(num_experts, top_k)
+        if not 0.0 <= ema < 1.0:
+            raise ValueError(f"ema must be in [0, 1), got {ema}")
+        self.ema = ema
+        self.centre = centre
+        self.frozen = frozen
+        self._counted_forwards = 0
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
+
+    def open_tally(self) -> Tally | None:
+        """Hook: what the routing pass shall count, or None."""
+        return None
+
+    def accumulate(self, routing: Routing) -> None:
+        """Hook: take what is needed from the routing of one microbatch."""
+        raise NotImplementedError
+
+    def solve(self) -> Solve:
+        """Hook: coroutine from local statistics to the next bias ``[E]``, before ``ema`` and centring."""
+        raise NotImplementedError
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Hook: numbers of the last update to log, by name, 0-dim and equal on all ranks."""
+        return {}
+
+    @property
+    def tally(self) -> Tally | None:
+        """What to hand to ``route``: None whenever this forward must not be counted."""
+        return self.open_tally() if self._counts() else None
+
+    def observe(self, routing: Routing) -> None:
+        """Take in the routing of one microbatch, if this forward counts."""
+        if self.needs_bounded_scores and routing.selection != "score":
+            raise ValueError(
+                f"{type(self).__name__} bins margins of bounded scores; "
+                f"it needs selection='score', got selection={routing.selection!r}"
+            )
+        in_backward = _in_backward()
+        if self._counts():
+            self.accumulate(routing)
+            self._counted_forwards += not in_backward
+        elif in_backward:
+            self._counted_forwards -= self._counted_forwards > 0
+
+    def _counts(self) -> bool:
+        recomputed = _in_backward() and self._counted_forwards > 0
+        return self.training and torch.is_grad_enabled() and not self.frozen and not recomputed
+
+    def adopt(self, solution: Tensor) -> None:
+        """Move the bias to what ``solve`` returned, in place, and reset; a solution with NaN leaves it as it is."""
+        target = solution.double()
+        if self.centre:
+            target = target - target.mean()
+        moved = (self.ema * self.bias + (1 - self.ema) * target).float()
+        self.bias.copy_(torch.where(solution.isnan().any(), self.bias, moved))
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop what was observed since the last update; the bias and all addresses stay."""
+        super().reset()
+        self._counted_forwards = 0
+
+    def reset_parameters(self) -> None:
+        """Zero bias, empty accumulators."""
+        super().reset_parameters()
+        self.bias.zero_()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        error_messages = args[-1]
+        if f"{prefix}bias" not in state_dict:
+            # also with strict=False: a router that silently starts from a zero bias picks other experts
+            error_messages.append(f"the checkpoint has no selection bias {prefix}bias")
+
+
+class GradientBalancer(Balancer):
+    """Shapes the router's gradient on one microbatch; the forward pass stays as it is, bit for bit.
+
+    ================== =================================== ======================== =====================
+    hook               when                                by whom                  default
+    ================== =================================== ======================== =====================
+    ``injection``      in a forward with gradients         the router, ``steer``    None
+    ``penalty``        in a forward with gradients         the router, ``steer``    None
+    ``reset``          after the optimizer step            ``update_balancers``     clears accumulators
+    ================== =================================== ======================== =====================
+
+    Attributes:
+        loss_scale: the factor by which the mean loss over this microbatch's valid tokens enters the scalar that
+            ``backward()`` is called
+            on: 1 / (number of microbatches) under gradient accumulation, times a gradient scaler's scale. Set it
+            before the forward; what a balancer adds then scales exactly as the language-model loss does.
+        token_shards: process group of the ranks that hold different tokens; None is the default group.
+        last_value: coefficient-free value of the last microbatch for the log, or None.
+    """
+
+    def __init__(self, num_experts: int, top_k: int) -> None:
+        super().__init__(num_experts, top_k)
+        self.loss_scale: float | Tensor = 1.0
+        self.token_shards: dist.ProcessGroup | None = None
+        self.last_value: Tensor | None = None
+
+    def injection(self, routing: Routing) -> Tensor | None:
+        """Hook: ``[E]``, added to the loss gradient of every valid token's unbiased score."""
+        return None
+
+    def penalty(self, routing: Routing) -> Tensor | None:
+        """Hook: 0-dim differentiable, acts as if it were added to the microbatch's mean loss."""
+        return None
+
+    def steer(self, routing: Routing) -> Routing:
+        """The same routing with this balancer's gradient attached; as it is in eval mode and without gradients."""
+        if not (self.training and torch.is_grad_enabled()):
+            return routing
+        injection, penalty = self.injection(routing), self.penalty(routing)
+        return routing.steered(injection=injection, penalty=penalty, scale=self.loss_scale)
+
+
+def _in_backward() -> bool:
+    """Whether the autograd engine is running a backward pass: a forward inside it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

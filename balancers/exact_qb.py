@@ -1,0 +1,74 @@
+"""Quantile Balancing by the exact pooled order statistic (EQB)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import RadixTally, Routing
+from .base import BiasBalancer, Solve
+from .quantile import MarginStore, radix_quantile
+
+KEYS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class ExactQB(BiasBalancer):
+    """The K/E quantile of every expert's margins over the global batch, exact on margins rounded to ``key``.
+
+    Two rounds (bf16) or four (fp32) of ``E * 256`` int32, whatever the number of tokens; the same tokens split over
+    any number of ranks and microbatches give the same bits. The first bf16 pass is counted by the routing kernel.
+
+    Args:
+        key: ``bf16`` (2 rounds; spacing 0.0039 in [.5, 1)) or ``fp32`` (4 rounds).
+        order: ``q`` takes the ``ceil(T*K/E)``-th smallest margin, so that it and the histogram aim at the same
+            token; ``q_plus_1`` the one after it, as Su and the EQB write-up do. Any value between the two balances
+            an untied expert.
+        shared: ``ema``, ``centre``, ``frozen`` of ``BiasBalancer``.
+
+    Raises:
+        ValueError: unknown ``key`` or ``order``.
+    """
+
+    counts: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        *,
+        key: str = "bf16",
+        order: str = "q",
+        **shared: Any,
+    ) -> None:
+        super().__init__(num_experts, top_k, **shared)
+        if key not in KEYS:
+            raise ValueError(f"key must be 'bf16' or 'fp32', got {key!r}")
+        if order not in ("q", "q_plus_1"):
+            raise ValueError(f"order must be 'q' or 'q_plus_1', got {order!r}")
+        self.key = key
+        self.order = order
+        self.store = MarginStore(num_experts, KEYS[key])
+        self.add_accumulator("counts", num_experts, 256)
+
+    def open_tally(self) -> RadixTally | None:
+        """The high byte of the bf16 key; an fp32 key is counted from the stored margins."""
+        return RadixTally(self.counts) if self.key == "bf16" else None
+
+    def accumulate(self, routing: Routing) -> None:
+        """Keep the margins; count their high bytes, unless the routing pass has done so."""
+        margins = routing.valid_margins
+        self.store.append(margins)
+        tally = self.open_tally()
+        counted = isinstance(routing.tally, RadixTally) and routing.tally.counts is self.counts
+        if tally is not None and not counted:
+            tally.add(margins)
+
+    def solve(self) -> Solve:
+        """One round per byte of the key."""
+        first = self.counts if self.key == "bf16" else None
+        return (yield from radix_quantile(self.store.margins, self.top_k, self.order, first))
+
+    def reset(self) -> None:
+        """Empty the store and the counts; addresses stay."""
+        super().reset()
+        self.store.reset()

@@ -1,0 +1,95 @@
+"""The auxiliary loss of GShard and Switch, over a microbatch, each sequence, or the global batch."""
+
+import torch
+from torch import Tensor
+
+from ..kernels import Routing
+from .base import GradientBalancer
+from .lei import bound_factor
+from .metrics import residual
+from .update import sum_over_shards
+
+SCOPES = ("microbatch", "sequence", "global")
+
+
+class GShard(GradientBalancer):
+    """``coefficient * sum_e f[e] * P[e]``: exactly ``coefficient`` when balanced.
+
+    ``f[e] = c[e] * E / (K*T)`` is the load (no gradient), ``P[e]`` the mean over valid tokens of ``s / sum(s)``.
+    Counts and denominators are taken over the same tokens. With ``f`` from global counts over global tokens and
+    ``P`` a mean over local tokens, no further factor belongs in front, whatever the number of ranks.
+
+    Args:
+        coefficient: weight of the loss.
+        scope: ``microbatch``; ``sequence``: the mean over sequences of the same expression (DeepSeek-V3);
+            ``global``: ``f`` from counts summed over token shards and over the microbatches of the step so far, one
+            all-reduce of ``E`` int64 per layer and microbatch.
+        bound: ``tanh`` multiplies the residual ``f - 1`` by LEI's factor ``tanh(xi) / xi``, ``xi = max |f - 1|``
+            (the "normalised" pair).
+
+    Raises:
+        ValueError: unknown ``scope`` or ``bound``, ``coefficient`` not positive.
+
+    Reference: Lepikhin et al., arXiv 2006.16668; Fedus et al., arXiv 2101.03961. ``last_value`` is the
+    coefficient-free loss.
+    """
+
+    step_load: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        *,
+        coefficient: float = 1e-2,
+        scope: str = "microbatch",
+        bound: str | None = None,
+    ) -> None:
+        super().__init__(num_experts, top_k)
+        if scope not in SCOPES:
+            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+        if not coefficient > 0:
+            raise ValueError(f"coefficient must be positive (leave the slot empty to switch it off), got {coefficient}")
+        self.coefficient = coefficient
+        self.scope = scope
+        self.bound = bound
+        bound_factor(torch.zeros(num_experts), bound)
+        self.add_accumulator("step_load", num_experts, dtype=torch.int64)
+
+    def penalty(self, routing: Routing) -> Tensor:
+        """The loss of this microbatch, 0-dim."""
+        num_sequences = routing.num_sequences if self.scope == "sequence" else 1
+        load_NE, shares_NE, tokens_N = _per_sequence(routing, num_sequences)
+        if self.scope == "global":
+            self.step_load.add_(routing.load)
+            load_NE = sum_over_shards([self.step_load], self.token_shards)[0][None]
+        error = residual(load_NE).to(shares_NE.dtype)
+        counted = tokens_N > 0
+        excess = (error * shares_NE).sum(-1)
+        # sum_e f*P = 1 + sum_e (f - 1)*P, since P sums to 1
+        factor = bound_factor(error, self.bound)
+        self.last_value = _mean(1 + excess, counted).detach()
+        return self.coefficient * _mean(1 + factor * excess, counted)
+
+
+def _per_sequence(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Load ``[N, E]``, mean shares ``[N, E]`` and valid tokens ``[N]`` of ``N = num_sequences`` runs of tokens."""
+    shares = routing.shares.unflatten(0, (num_sequences, -1))
+    num_tokens = routing.logits.shape[0]
+    valid = (
+        routing.valid if routing.valid is not None else torch.ones(num_tokens, dtype=torch.bool, device=shares.device)
+    )
+    rows = valid.view(num_sequences, -1)
+    tokens = rows.sum(-1)
+    mean = (shares * rows[..., None]).sum(1) / tokens.clamp(min=1)[:, None]
+    if num_sequences == 1:
+        return routing.load[None], mean, tokens
+    chosen = routing.experts.view(num_sequences, -1)
+    weight = rows.repeat_interleave(routing.top_k, dim=1).long()
+    load = torch.zeros(num_sequences, routing.num_experts, dtype=torch.int64, device=shares.device)
+    return load.scatter_add_(1, chosen, weight), mean, tokens
+
+
+def _mean(values: Tensor, counted: Tensor) -> Tensor:
+    """Mean of the values that count; 0 if none does."""
+    return torch.where(counted, values, 0.0).sum() / counted.sum().clamp(min=1)

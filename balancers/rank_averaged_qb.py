@@ -1,0 +1,68 @@
+"""Quantile Balancing with each rank's own quantile, averaged over ranks (Su, MARIN, Megatron ``micro_batch``)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import Routing
+from .base import BiasBalancer, Solve
+from .quantile import MarginStore, radix_quantile
+from .update import run_locally
+
+
+class RankAveragedQB(BiasBalancer):
+    """The mean over ranks of each rank's exact K/E quantile of its own margins.
+
+    Sums ``E + 1`` fp32 over ranks. The result depends on how the batch is sharded: the mean of quantiles is not the
+    quantile of the pool. Any number of tokens; the target ``T*K/E`` is rounded up, as in the pooled estimators.
+
+    Args:
+        per: ``step``: one quantile over all microbatches of a rank; ``microbatch``: one each, and the mean over
+            microbatches too (Marin, Megatron). A rank or microbatch without a valid token contributes and counts
+            nothing.
+        shared: ``ema``, ``centre``, ``frozen`` of ``BiasBalancer``.
+
+    Raises:
+        ValueError: unknown ``per``.
+
+    Reference: Su, "Quantile Balancing" (blog); MARIN; Megatron-LM ``micro_batch``. They take the ``(q+1)``-th
+    smallest; here it is the
+    ``q``-th, so that every estimator in a table aims at the same token.
+    """
+
+    total: Tensor
+
+    def __init__(self, num_experts: int, top_k: int, *, per: str = "step", **shared: Any) -> None:
+        super().__init__(num_experts, top_k, **shared)
+        if per not in ("step", "microbatch"):
+            raise ValueError(f"per must be 'step' or 'microbatch', got {per!r}")
+        self.per = per
+        self.store = MarginStore(num_experts, torch.float32)
+        # sum of quantiles, and behind them how many there are
+        self.add_accumulator("total", num_experts + 1, dtype=torch.float32)
+
+    def accumulate(self, routing: Routing) -> None:
+        """Keep the margins; per microbatch, take their quantile at once."""
+        self.store.append(routing.valid_margins)
+        if self.per == "microbatch":
+            self._close()
+
+    def _close(self) -> None:
+        """Turn the stored margins into one quantile."""
+        if self.store.num_rows:
+            self.total[:-1] += run_locally(radix_quantile(self.store.margins, self.top_k))
+            self.total[-1] += 1
+            self.store.reset()
+
+    def solve(self) -> Solve:
+        """One round: the sum of quantiles and their number."""
+        self._close()
+        total = yield self.total
+        # 0 / 0 is NaN: no rank had a token
+        return total[:-1] / total[-1]
+
+    def reset(self) -> None:
+        """Drop quantiles and margins; addresses stay."""
+        super().reset()
+        self.store.reset()

@@ -1,0 +1,130 @@
+"""Drives the coroutines of all layers in lockstep: one stacked collective per round, whatever the number of layers."""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .base import Balancer, BiasBalancer, Solve
+
+# yields the statistics of all layers, receives their sums over token shards, returns the solutions of all layers
+Rounds = Generator[list[Tensor], list[Tensor], list[Tensor]]
+Statistic = TypeVar("Statistic")
+Result = TypeVar("Result")
+
+
+@torch.no_grad()
+def update_balancers(balancers: nn.Module | Iterable[Balancer], group: dist.ProcessGroup | None = None) -> None:
+    """One update of every bias, once per optimizer step, after ``backward`` of its last microbatch.
+
+    Every rank of the group must call it with the same layers, also one that saw no token. Gradient balancers are reset.
+
+    Args:
+        balancers: a model whose balancers are found in module order, or the balancers.
+        group: process group of the ranks that hold different tokens (token shards); None is the default group if
+            ``torch.distributed`` is initialised, else this process alone.
+    """
+    found = _find(balancers)
+    active = [balancer for balancer in found if isinstance(balancer, BiasBalancer) and not balancer.frozen]
+    rounds = lockstep([balancer.solve() for balancer in active])
+    solutions = drive(rounds, lambda statistics: sum_over_shards(statistics, group))
+    for balancer, solution in zip(active, solutions, strict=True):
+        balancer.adopt(solution)
+    for each in found:
+        each.reset()
+
+
+@torch.no_grad()
+def simulate_ranks(ranks: Sequence[Sequence[BiasBalancer]]) -> None:
+    """One update as ``update_balancers`` would make it over ``len(ranks)`` token shards, in this process.
+
+    Args:
+        ranks: ``ranks[r][l]`` is the balancer of layer ``l`` on virtual rank ``r``; afterwards every replica of a
+            layer has the same new bias.
+
+    Raises:
+        ValueError: ranks with different numbers of layers.
+    """
+    if len({len(layers) for layers in ranks}) > 1:
+        raise ValueError(f"every rank must have the same layers, got {[len(layers) for layers in ranks]} balancers")
+    active = [[balancer for balancer in layers if not balancer.frozen] for layers in ranks]
+    shards = lockstep([_over_ranks([layer.solve() for layer in replicas]) for replicas in zip(*active, strict=True)])
+    for replicas, solution in zip(zip(*active, strict=True), run_locally(shards), strict=True):
+        for balancer in replicas:
+            balancer.adopt(solution)
+    for layers in ranks:
+        for balancer in layers:
+            balancer.reset()
+
+
+def drive(coroutine: Generator[Statistic, Statistic, Result], answer: Callable[[Statistic], Statistic]) -> Result:
+    """Run a coroutine to its end, answering every statistic that it yields; returns what it returns."""
+    try:
+        statistic = next(coroutine)
+        while True:
+            statistic = coroutine.send(answer(statistic))
+    except StopIteration as stop:
+        return stop.value
+
+
+def run_locally(coroutine: Generator[Statistic, Statistic, Result]) -> Result:
+    """Run a coroutine on this process alone: every sum is the statistic itself."""
+    return drive(coroutine, lambda statistic: statistic)
+
+
+def lockstep(solves: Sequence[Solve]) -> Rounds:
+    """Join the coroutines of all layers: each round yields what every unfinished layer yields."""
+    solutions: dict[int, Tensor] = {}
+    waiting: dict[int, Tensor] = {}
+
+    def advance(layer: int, total: Tensor | None) -> None:
+        try:
+            waiting[layer] = solves[layer].send(total)  # type: ignore[arg-type]
+        except StopIteration as stop:
+            waiting.pop(layer, None)
+            solutions[layer] = stop.value
+
+    for layer in range(len(solves)):
+        advance(layer, None)
+    while waiting:
+        layers = list(waiting)
+        totals = yield [waiting[layer] for layer in layers]
+        for layer, total in zip(layers, totals, strict=True):
+            advance(layer, total)
+    return [solutions[layer] for layer in range(len(solves))]
+
+
+def sum_over_shards(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Sums over the token shards in one collective per dtype; the given tensors keep their values."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return list(tensors)
+    sums: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        stacked = torch.cat([tensors[index].flatten() for index in members])
+        dist.all_reduce(stacked, group=group)
+        parts = stacked.split([tensors[index].numel() for index in members])
+        sums.update((index, part.view_as(tensors[index])) for index, part in zip(members, parts, strict=True))
+    return [sums[index] for index in range(len(tensors))]
+
+
+def _over_ranks(solves: Sequence[Solve]) -> Solve:
+    """One coroutine for the replicas of a layer: yields the sum of what they yield."""
+    rounds = lockstep(solves)
+    try:
+        statistics = next(rounds)
+        while True:
+            total = yield torch.stack(statistics).sum(0, dtype=statistics[0].dtype)
+            statistics = rounds.send([total] * len(statistics))
+    except StopIteration as stop:
+        return stop.value[0]
+
+
+def _find(balancers: nn.Module | Iterable[Balancer]) -> list[Balancer]:
+    if isinstance(balancers, Balancer):
+        return [balancers]
+    if isinstance(balancers, nn.Module):
+        return [module for module in balancers.modules() if isinstance(module, Balancer)]
+    return list(balancers)

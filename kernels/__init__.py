@@ -1,0 +1,20 @@
+"""Routing, tallies and radix selection: the operations that all balancers share."""
+
+from .gate import Gate
+from .radix import from_key, radix_counts, select_rank, target_rank, to_key
+from .routing import Routing, route
+from .tally import RadixTally, Tally, UniformTally
+
+__all__ = [
+    "Gate",
+    "RadixTally",
+    "Routing",
+    "Tally",
+    "UniformTally",
+    "from_key",
+    "radix_counts",
+    "route",
+    "select_rank",
+    "target_rank",
+    "to_key",
+]

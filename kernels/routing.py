@@ -1,0 +1,226 @@
+"""Routing: scores, the top K of score + bias, gate weights, cutoff, load and tally in one pass over the logits.
+
+``T`` tokens, ``E`` experts, ``K`` experts a token. The bias decides only which experts are picked; weights come from
+the unbiased scores. Ties go to the lowest expert id. This file is the definition and the CPU path, in cache-sized
+blocks of tokens.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .gate import Gate, GateWeights, widen
+from .radix import BLOCK_TOKENS
+from .tally import Tally
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one microbatch go.
+
+    Args:
+        experts: ``[T, K]`` int64, by falling biased score.
+        weights: ``[T, K]`` fp32 gate weights from the unbiased scores; carries the gradient to the logits.
+        cutoff: ``[T]`` fp32, the (K+1)-th largest biased score.
+        load: ``[E]`` int32, assignments of valid tokens.
+        valid: ``[T]`` bool, True for a real token and False for padding; None if all are real.
+        logits: ``[T, E]`` as given.
+        selection: what the bias was added to, ``score`` or ``logit``.
+        gate: how scores and weights follow from the logits.
+        num_sequences: the tokens are this many sequences of equal length, one after the other.
+        tally: the tally that this pass has filled, if any.
+        injection, penalty: what gradient balancers have steered so far, see ``steered``.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    cutoff: Tensor
+    load: Tensor
+    valid: Tensor | None
+    logits: Tensor = field(repr=False)
+    selection: str
+    gate: Gate
+    num_sequences: int = 1
+    tally: Tally | None = field(default=None, repr=False)
+    injection: Tensor | None = field(default=None, repr=False)
+    penalty: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token, ``K``."""
+        return self.experts.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts, ``E``."""
+        return self.logits.shape[1]
+
+    @property
+    def scores(self) -> Tensor:
+        """Unbiased gate scores ``[T, E]`` fp32, recomputed and differentiable."""
+        return self.gate.scores(self.logits)
+
+    @property
+    def shares(self) -> Tensor:
+        """Unbiased scores of a token divided by their sum, ``[T, E]`` fp32, recomputed and differentiable."""
+        return self.gate.shares(self.logits)
+
+    @property
+    def margins(self) -> Tensor:
+        """``cutoff - (what the bias is added to)``, ``[T, E]`` fp32, recomputed, no gradient."""
+        return self.cutoff[:, None] - _selection_scores(self.logits.detach(), self.selection, self.gate)
+
+    @property
+    def valid_margins(self) -> Tensor:
+        """The margins of valid tokens, ``[N, E]`` fp32."""
+        return self.margins if self.valid is None else self.margins[self.valid]
+
+    @property
+    def num_valid(self) -> Tensor:
+        """Number of tokens that count, 0-dim int64."""
+        if self.valid is None:
+            return torch.tensor(self.logits.shape[0], device=self.logits.device)
+        return self.valid.sum()
+
+    def steered(
+        self, *, injection: Tensor | None = None, penalty: Tensor | None = None, scale: float | Tensor = 1.0
+    ) -> "Routing":
+        """The same routing whose backward also carries a balancer's gradient; what was steered before is kept.
+
+        Args:
+            injection: ``[E]``, added to the loss gradient of every valid token's unbiased score.
+            penalty: 0-dim, acts as if it were added to the loss.
+            scale: the factor by which the mean loss of this microbatch enters the scalar that ``backward()`` is
+                called on.
+        """
+        if injection is not None:
+            injection = injection * scale + (0 if self.injection is None else self.injection)
+        else:
+            injection = self.injection
+        if penalty is not None:
+            penalty = penalty * scale + (0 if self.penalty is None else self.penalty)
+        else:
+            penalty = self.penalty
+        weights = GateWeights.apply(
+            self.logits, penalty, self.weights.detach(), self.experts, injection, self.valid, self.gate
+        )
+        return replace(self, weights=weights, injection=injection, penalty=penalty)
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    *,
+    selection: str = "score",
+    tally: Tally | None = None,
+    valid: Tensor | None = None,
+    gate: str = "sigmoid",
+    normalise: bool = False,
+    scale: float = 1.0,
+    num_sequences: int = 1,
+) -> Routing:
+    """Pick the ``top_k`` experts of every token by score + bias and weigh them by their unbiased scores.
+
+    Args:
+        logits: ``[T, E]`` router logits, bf16, fp16, fp32 or fp64 (scores are fp32, for fp64 logits fp64); ``T`` may
+            be 0.
+        bias: ``[E]`` fp32 selection bias, or None for zeros. It gets no gradient.
+        top_k: experts per token, ``1 <= top_k < E``.
+        selection: add the bias to the ``score`` (Kimi K3, DeepSeek-V3) or to the ``logit`` (Marin, Megatron
+            micro_batch).
+        tally: counts the margins of valid tokens in place (``UniformTally``, ``RadixTally``).
+        valid: ``[T]`` bool, True for real tokens. Padding is routed, but is neither in ``load`` nor in ``tally``.
+        gate: ``sigmoid`` or ``softmax`` scores.
+        normalise: gate weights of a token sum to ``scale``.
+        scale: factor on the gate weights.
+        num_sequences: the tokens are this many sequences of equal length, one after the other.
+
+    Raises:
+        ValueError: wrong shapes, ``top_k`` outside ``[1, E)``, an unknown option, or logits that are NaN or
+            infinite; nothing has been counted then.
+
+    >>> routing = route(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([0.0, 0.0, 0.3, 0.0]), 2)
+    >>> routing.experts.tolist(), routing.load.tolist()
+    ([[0, 2]], [1, 0, 1, 0])
+    """
+    options = Gate(gate, normalise, scale)
+    _check(logits, bias, top_k, selection, valid, num_sequences)
+    experts, cutoff = _select(logits.detach(), bias, top_k, selection, options, tally, valid)
+    counted = experts if valid is None else experts[valid]
+    load = torch.bincount(counted.flatten(), minlength=logits.shape[1]).int()
+    weights = options.weights(logits.detach(), experts)
+    routing = Routing(experts, weights, cutoff, load, valid, logits, selection, options, num_sequences, tally)
+    return routing.steered() if torch.is_grad_enabled() and logits.requires_grad else routing
+
+
+def _check(
+    logits: Tensor, bias: Tensor | None, top_k: int, selection: str, valid: Tensor | None, num_sequences: int
+) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits must be floating point [tokens, experts], got {logits.dtype} {tuple(logits.shape)}")
+    num_tokens, num_experts = logits.shape
+    if not 1 <= top_k < num_experts:
+        raise ValueError(
+            f"top_k must be at least 1 and below the number of experts (there is no cutoff otherwise), "
+            f"got top_k={top_k} and {num_experts} experts"
+        )
+    if selection not in ("score", "logit"):
+        raise ValueError(f"selection must be 'score' or 'logit', got {selection!r}")
+    if bias is not None and tuple(bias.shape) != (num_experts,):
+        raise ValueError(f"bias must be [{num_experts}], got {tuple(bias.shape)}")
+    if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (num_tokens,)):
+        raise ValueError(
+            f"valid must be bool [{num_tokens}], True for real tokens, got {valid.dtype} {tuple(valid.shape)}"
+        )
+    if num_sequences < 1 or num_tokens % num_sequences:
+        raise ValueError(f"num_sequences must divide the {num_tokens} tokens, got {num_sequences}")
+    finite = logits.detach().isfinite()
+    if not finite.all():
+        rows = int((~finite.all(-1)).sum())
+        raise ValueError(f"router logits must be finite, got NaN or infinity in {rows} of {num_tokens} tokens")
+
+
+def _selection_scores(logits: Tensor, selection: str, gate: Gate) -> Tensor:
+    """What the bias is added to, ``[T, E]``."""
+    return gate.scores(logits) if selection == "score" else widen(logits)
+
+
+def _select(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    selection: str,
+    gate: Gate,
+    tally: Tally | None,
+    valid: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Experts ``[T, K]`` and cutoff ``[T]``; fills the tally while a block's scores are in the cache."""
+    experts, cutoff = [], []
+    start = 0
+    for block in logits.split(BLOCK_TOKENS):
+        scores = _selection_scores(block, selection, gate)
+        values, order = top_experts(scores if bias is None else scores + bias.detach(), top_k + 1)
+        experts.append(order[:, :top_k])
+        cutoff.append(values[:, top_k])
+        if tally is not None:
+            margins = cutoff[-1][:, None] - scores
+            tally.add(margins if valid is None else margins[valid[start : start + len(block)]])
+        start += len(block)
+    return torch.cat(experts), torch.cat(cutoff)
+
+
+def top_experts(biased: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of every row and their experts, falling; equal values in the order of the expert ids.
+
+    ``torch.topk`` leaves the order of ties open, so rows that have one among their values are sorted again, stably.
+
+    >>> top_experts(torch.tensor([[0.5, 0.7, 0.5, 0.5]]), 3)[1].tolist()
+    [[1, 0, 2]]
+    """
+    values, experts = biased.topk(count, dim=-1)
+    tied = (values[:, 1:] == values[:, :-1]).any(-1)
+    if tied.any():
+        experts[tied] = biased[tied].sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return values, experts
