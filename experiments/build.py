@@ -1,0 +1,144 @@
+"""From a resolved config to model, data and learning rate; a wrong config is found here, before any training."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from hydra.utils import get_object
+from torch import Tensor
+
+from .data import Batches, Corpus, validation_sequences
+from .model import Model, ModelConfig
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+def check(config: dict[str, Any]) -> None:
+    """Refuse a config that cannot be trained.
+
+    Raises:
+        ValueError: what was given and what was expected.
+    """
+    with torch.device("meta"):
+        make_model(config)
+    _check_optim(config["optim"])
+    _check_whole(config["validation"], "validation", "every")
+    _check_whole(config["checkpoint"], "checkpoint", "every")
+    precision = config["parallel"]["precision"]
+    if precision not in PRECISIONS:
+        raise ValueError(f"parallel.precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    mode = config["tracker"]["mode"]
+    if mode not in ("offline", "online", "none"):
+        raise ValueError(f"tracker.mode must be offline, online or none, got {mode!r}")
+    make_data(config)
+
+
+def make_model(config: dict[str, Any]) -> Model:
+    """The model with its balancers; weights not yet drawn.
+
+    Raises:
+        ValueError: unknown or missing keys, sizes that do not fit, a balancer that nothing uses.
+    """
+    try:
+        sizes = ModelConfig(**config["model"])
+    except TypeError as error:
+        raise ValueError(f"model: {_plain(error)}") from error
+    balancer = config["balancer"]
+    unknown = set(balancer) - {"name", "bias", "gradient"}
+    if unknown:
+        raise ValueError(f"balancer has the keys name, bias and gradient, got {', '.join(sorted(unknown))} too")
+    return Model(sizes, _maker(balancer, "bias"), _maker(balancer, "gradient"))
+
+
+def _maker(balancer: dict[str, Any], slot: str) -> Callable[[int, int], Any] | None:
+    options = dict(balancer.get(slot) or {})
+    if not options:
+        return None
+    target = options.pop("_target_", None)
+    if target is None:
+        raise ValueError(f"balancer.{slot} needs a _target_ (the balancer's class), got {options}")
+    return partial(_construct, f"balancer.{slot}", target, options)
+
+
+def _construct(where: str, target: str, options: dict[str, Any], *sizes: Any) -> Any:
+    """Call ``target``; a wrong option is an error of the config that says where."""
+    try:
+        return get_object(target)(*sizes, **options)
+    except (TypeError, ValueError, ImportError, AttributeError) as error:
+        raise ValueError(f"{where}: {_plain(error)}") from error
+
+
+def make_data(config: dict[str, Any]) -> tuple[Corpus, Batches, Tensor]:
+    """The corpus, its training batches and its validation sequences ``[N, S+1]`` int64.
+
+    Raises:
+        ValueError: data missing, unreadable, or shorter than one optimizer step.
+    """
+    data = config["data"]
+    options = dict(data["source"])
+    corpus = _construct("data", options.pop("_target_"), options)
+    length = data["sequence_length"]
+    batches = Batches(
+        corpus.train,
+        sequence_length=length,
+        microbatch_sequences=data["microbatch_sequences"],
+        microbatches=data["microbatches"],
+        seed=config["seed"],
+    )
+    held_out = validation_sequences(
+        corpus.validation, sequence_length=length, num_sequences=data["validation_sequences"]
+    )
+    return corpus, batches, held_out
+
+
+def make_optimizer(config: dict[str, Any], model: Model) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only."""
+    optim = config["optim"]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": optim["weight_decay"]},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim["learning_rate"], betas=tuple(optim["betas"]))
+
+
+def learning_rate(optim: dict[str, Any], step: int) -> float:
+    """Learning rate of optimizer step ``step`` (from 1): linear warm-up, then decay to ``final`` of the peak.
+
+    >>> optim = {"steps": 10, "learning_rate": 1.0, "warmup": 2, "schedule": "linear", "final": 0.0}
+    >>> [learning_rate(optim, step) for step in (1, 2, 6, 10)]
+    [0.5, 1.0, 0.5, 0.0]
+    """
+    peak, warmup = optim["learning_rate"], optim["warmup"]
+    if step <= warmup:
+        return peak * step / warmup
+    done = (step - warmup) / max(optim["steps"] - warmup, 1)
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[optim["schedule"]]
+    return peak * (optim["final"] + (1 - optim["final"]) * left)
+
+
+def _check_optim(optim: dict[str, Any]) -> None:
+    _check_whole(optim, "optim", "steps")
+    for key in ("learning_rate", "clip"):
+        if not optim[key] > 0:
+            raise ValueError(f"optim.{key} must be positive, got {optim[key]}")
+    for key in ("weight_decay", "warmup", "final"):
+        if optim[key] < 0:
+            raise ValueError(f"optim.{key} must not be negative, got {optim[key]}")
+    if optim["schedule"] not in SCHEDULES:
+        raise ValueError(f"optim.schedule must be one of {', '.join(SCHEDULES)}, got {optim['schedule']!r}")
+
+
+def _check_whole(section: dict[str, Any], name: str, key: str) -> None:
+    value = section[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}.{key} must be a positive whole number, got {value!r}")
+
+
+def _plain(error: Exception) -> str:
+    """A constructor's complaint without the constructor's name."""
+    return str(error).split("__init__() ")[-1]

@@ -1,0 +1,130 @@
+"""The command ``equipoise``: Hydra composes the config of every job, then ``jobs.py`` checks and runs them."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+if TYPE_CHECKING:
+    from .jobs import Trainer
+
+# exit status of a command that was stopped by Ctrl-C, as shells have it
+STOPPED = 130
+
+
+@dataclass
+class Composed:
+    """The resolved configs of all jobs, and whether they are a sweep."""
+
+    configs: list[dict[str, Any]] = field(default_factory=list)
+    sweep: bool = False
+
+
+def main(trainer: "Trainer | None" = None) -> int:
+    """Entry of the command; its arguments are Hydra's, ``trainer`` stands in for ``experiments.train`` in tests.
+
+    Returns the exit status: 0 if every job is complete, 1 if one is not, 130 if stopped. Errors that a user can cause
+    are printed without a trace, which ``HYDRA_FULL_ERROR=1`` shows.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        composed = compose(trainer)
+        return _run(composed, trainer) if composed.configs else 0
+    except KeyboardInterrupt:
+        print("equipoise: stopped; the same command goes on from the last checkpoints", file=sys.stderr)
+        return STOPPED
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"equipoise: {explain(error)}", file=sys.stderr)
+        return 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _run(composed: Composed, trainer: "Trainer | None") -> int:
+    # torch takes seconds to import; --help and --cfg do without
+    from .jobs import run_all
+
+    return run_all(composed.configs, sweep=composed.sweep, trainer=trainer)
+
+
+def compose(trainer: "Trainer | None" = None) -> Composed:
+    """Let Hydra read the command line and compose all jobs; ``--cfg``, ``--help`` and the like compose none.
+
+    With a launcher or a sweeper from a plugin (Slurm, a search) jobs run where and when the plugin calls for them.
+
+    Raises:
+        HydraException, OmegaConfBaseException: for an unknown key or preset, a wrong override, a missing value.
+    """
+    composed = Composed()
+
+    def task(config: DictConfig) -> float | None:
+        resolved = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+        settings = HydraConfig.get()
+        if _is_plugin(settings.launcher) or _is_plugin(settings.sweeper):
+            return _run_for_plugin(resolved, trainer)
+        composed.configs.append(resolved)
+        composed.sweep = settings.mode == RunMode.MULTIRUN
+        return None
+
+    with _raising_hydra():
+        hydra.main(version_base="1.3", config_path="pkg://equipoise.configs", config_name="config")(task)()
+    return composed
+
+
+@contextlib.contextmanager
+def _raising_hydra() -> Iterator[None]:
+    """Make Hydra raise its errors: by itself it prints them, without the keys that would be valid, and exits."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["HYDRA_FULL_ERROR"]
+        if before is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before
+
+
+def _is_plugin(node: DictConfig) -> bool:
+    return not str(node["_target_"]).startswith("hydra._internal.core_plugins.basic_")
+
+
+def _run_for_plugin(config: dict[str, Any], trainer: "Trainer | None") -> float | None:
+    """Run one job and return its bits per byte, which a search minimises."""
+    from .jobs import run_one
+
+    return run_one(config, trainer)
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error; where a key is unknown, with the keys that exist beside it."""
+    message = str(error).strip()
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
+        parent, _, key = str(cause.full_key).rpartition(".")
+        known = ", ".join(sorted(str(name) for name in cause.parent_node if name != "hydra"))
+        place = f"in {parent}" if parent else "at the top"
+        return f"{message.splitlines()[0]}\nthere is no key {key!r} {place}: expected one of {known}"
+    # OmegaConf adds lines for its developers
+    detail = (
+        str(cause).strip().splitlines()[0] if isinstance(cause, OmegaConfBaseException) and cause is not error else ""
+    )
+    return f"{message}\n{detail}".strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""A mixture-of-experts layer: router, experts, dispatch and combine.
+
+``T`` tokens, ``D`` width, ``E`` experts, ``K`` experts a token, ``H`` hidden width of an expert.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..balancers import BiasBalancer, GradientBalancer
+from ..kernels import Routing, route
+
+
+class Router(nn.Module):
+    """``z = W x`` in fp32, then ``route``, with the two balancer slots around it.
+
+    Args:
+        width: ``D``.
+        num_experts: ``E``.
+        top_k: ``K``.
+        bias: balancer of the global scale, or None.
+        gradient: balancer of the local scale, or None.
+        selection: what the bias is added to, ``score`` or ``logit``.
+        gate: ``sigmoid`` or ``softmax`` scores.
+        normalise: gate weights of a token sum to ``scale``.
+        scale: factor on the gate weights.
+        z_loss: coefficient of ``mean_t logsumexp(z[t])**2`` over valid tokens; 0 is off.
+        name: of the layer, for error messages.
+
+    Attributes:
+        loss_scale: see ``GradientBalancer.loss_scale``; holds for the z-loss too.
+        last: the routing of the last forward, without its graph.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        bias: BiasBalancer | None = None,
+        gradient: GradientBalancer | None = None,
+        selection: str = "score",
+        gate: str = "sigmoid",
+        normalise: bool = True,
+        scale: float = 1.0,
+        z_loss: float = 0.0,
+        name: str = "router",
+    ) -> None:
+        super().__init__()
+        if normalise and top_k == 1:
+            raise ValueError(
+                "with top_k=1 a normalised gate weight is always 1, so the router would get no gradient from the model's "
+                "loss; set normalise=false"
+            )
+        if bias is not None and bias.needs_bounded_scores and selection != "score":
+            raise ValueError(f"{type(bias).__name__} needs selection='score', got selection={selection!r}")
+        self.weight = nn.Parameter(torch.empty(num_experts, width))
+        self.top_k = top_k
+        self.bias = bias
+        self.gradient = gradient
+        self.options = {"selection": selection, "gate": gate, "normalise": normalise, "scale": scale}
+        self.z_loss = z_loss
+        self.name = name
+        self.loss_scale = 1.0
+        self.last: Routing | None = None
+
+    def forward(self, x: Tensor, valid: Tensor | None = None, num_sequences: int = 1) -> Routing:
+        """Route ``x [T, D]``; ``valid [T]`` is True for real tokens."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.weight.float())
+            routing = self._route(logits, valid, num_sequences)
+        self.last = routing.detach()
+        return routing
+
+    def _route(self, logits: Tensor, valid: Tensor | None, num_sequences: int) -> Routing:
+        bias, tally = (None, None) if self.bias is None else (self.bias.bias, self.bias.tally)
+        try:
+            routing = route(
+                logits, bias, self.top_k, tally=tally, valid=valid, num_sequences=num_sequences, **self.options
+            )
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+        if self.bias is not None:
+            self.bias.observe(routing)
+        if self.gradient is not None:
+            self.gradient.loss_scale = self.loss_scale
+            routing = self.gradient.steer(routing)
+        if self.z_loss and self.training and torch.is_grad_enabled():
+            routing = routing.steered(penalty=self.z_loss * z_loss(routing), scale=self.loss_scale)
+        return routing
+
+
+def z_loss(routing: Routing) -> Tensor:
+    """``mean_t logsumexp(z[t])**2`` over valid tokens, 0-dim; 0 without a token.
+
+    Reference: Zoph et al., arXiv 2202.08906.
+    """
+    squares = routing.logits.float().logsumexp(-1).square()
+    if routing.valid is not None:
+        squares = squares * routing.valid
+    return squares.sum() / routing.num_valid.clamp(min=1)
+
+
+class SwiGLU(nn.Module):
+    """``W_out (silu(W_gate x) * W_up x)``, the two input matrices in one."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.w_in = nn.Linear(width, 2 * hidden, bias=False)
+        self.w_out = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., D]`` to ``[..., D]``."""
+        gate, up = self.w_in(x).chunk(2, dim=-1)
+        return self.w_out(F.silu(gate) * up)
+
+
+class Experts(nn.Module):
+    """``E`` SwiGLU experts whose weights lie in two tensors, applied to tokens sorted by expert."""
+
+    def __init__(self, num_experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.empty(num_experts, width, 2 * hidden))
+        self.w_out = nn.Parameter(torch.empty(num_experts, hidden, width))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """``x [N, D]`` sorted by expert, ``counts [E]`` rows of each, to ``[N, D]``."""
+        w_in, w_out = self.w_in, self.w_out
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
+        multiply = _grouped if _grouped_applies(x, w_in, w_out) else _looped
+        gate, up = multiply(x, w_in, counts).chunk(2, dim=-1)
+        return multiply(F.silu(gate) * up, w_out, counts)
+
+
+def _grouped_applies(x: Tensor, *weights: Tensor) -> bool:
+    """``F.grouped_mm`` wants rows of a multiple of 16 bytes, and bf16 on a GPU."""
+    aligned = all(size * x.element_size() % 16 == 0 for weight in weights for size in weight.shape[1:])
+    return aligned and (x.device.type == "cpu" or x.dtype == torch.bfloat16)
+
+
+def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return F.grouped_mm(x, weight, offs=counts.cumsum(0).int())
+
+
+def _looped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    parts = x.split(counts.tolist())
+    return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
+
+
+class MoE(nn.Module):
+    """Router, experts and an optional shared expert that sees every token."""
+
+    def __init__(self, router: Router, experts: Experts, shared: SwiGLU | None = None) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, S, D]`` to ``[B, S, D]``."""
+        tokens = x.flatten(0, 1)
+        routing = self.router(tokens, num_sequences=x.shape[0])
+        out = combine(self.experts, tokens, routing.experts, routing.weights)
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        return out.view_as(x)
+
+
+def combine(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Send ``x [T, D]`` to the ``chosen [T, K]`` experts and add up their outputs by ``weights [T, K]``."""
+    num_experts, top_k = experts.w_in.shape[0], chosen.shape[1]
+    order = chosen.flatten().argsort(stable=True)
+    counts = chosen.flatten().bincount(minlength=num_experts)
+    y = experts(x[order // top_k], counts)
+    # undo the sort: a gather has no colliding writes
+    y_TKD = y[order.argsort()].unflatten(0, (-1, top_k))
+    return (y_TKD * weights[..., None].to(y.dtype)).sum(1)

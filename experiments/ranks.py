@@ -1,0 +1,130 @@
+"""Start the ranks of one job with torchrun's own API, and say in one line why one of them failed."""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class RankError(Exception):
+    """A rank failed: its own message (type and text), the global rank, the file with its output and trace."""
+
+    def __init__(self, message: str, rank: int, log: Path) -> None:
+        super().__init__(message)
+        self.message, self.rank, self.log = message, rank, log
+
+
+class RankLogs(LogsSpecs):
+    """``rank<r>.out``, ``rank<r>.err`` and, of a rank that raised, ``rank<r>.error.json``, all in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(log_dir=str(folder))
+        self.folder = folder
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.folder)
+
+    def path(self, rank: int, kind: str) -> Path:
+        return self.folder / f"rank{rank}.{kind}"
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for rank, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = str(self.path(rank, "error.json"))
+        return LogsDest(
+            stdouts={rank: str(self.path(rank, "out")) for rank in envs},
+            stderrs={rank: str(self.path(rank, "err")) for rank in envs},
+            error_files={rank: str(self.path(rank, "error.json")) for rank in envs},
+        )
+
+
+def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
+    """Run ``main(folder)`` in ``ranks`` new processes and wait for them; ``main`` must be importable by its name.
+
+    Their output goes to ``<folder>/log/<attempt>/``, attempts counted from 1.
+
+    Raises:
+        RankError: if a rank failed; the others have been stopped.
+        KeyboardInterrupt: on Ctrl-C, SIGTERM, SIGHUP or SIGQUIT; all ranks have been stopped.
+    """
+    logs = RankLogs(_next_attempt(folder / "log"))
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="spawn",
+        logs_specs=logs,
+        # under nohup a hangup is ignored, and stays so
+        signals_to_handle=",".join(number.name for number in STOP_SIGNALS if handlers[number] != signal.SIG_IGN),
+    )
+    # the API does not set it as torchrun does, and two ranks with a thread a core each wait for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # what torch logs about a failed rank repeats, at length, what the launcher says in a line
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        elastic_launch(config, _run_rank)(main, str(folder))
+    except ChildFailedError as error:
+        raise _root_cause(error, logs, ranks) from error
+    except SignalException as stopped:
+        # an Exception, so it would pass for the failure of one job and the next would start
+        raise KeyboardInterrupt(str(stopped)) from stopped
+    finally:
+        for child in multiprocessing.active_children():
+            child.kill()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _run_rank(main: Callable[[str], None], folder: str) -> None:
+    try:
+        main(folder)
+    except Exception:
+        # the agent keeps the trace in a JSON file, people look for it in the log
+        traceback.print_exc()
+        raise
+
+
+def _next_attempt(log: Path) -> Path:
+    attempts = [int(path.name) for path in log.glob("*") if path.name.isdigit()]
+    return log / str(max(attempts, default=0) + 1)
+
+
+def _root_cause(error: ChildFailedError, logs: RankLogs, ranks: int) -> RankError:
+    """The rank that failed first.
+
+    The agent reports one rank, and where several fail at almost the same time not always the one that made the others
+    lose their connection. The error files tell by their times; a signal leaves none.
+    """
+    rank, failure = error.get_first_failure()
+    files = [path for path in (logs.path(number, "error.json") for number in range(ranks)) if path.exists()]
+    if files and failure.exitcode >= 0:
+        first = min(files, key=lambda path: path.stat().st_mtime_ns)
+        rank = int(first.name.removeprefix("rank").removesuffix(".error.json"))
+        message = json.loads(first.read_text(encoding="utf-8"))["message"]["message"]
+    else:
+        message = _exit_message(failure)
+    return RankError(" ".join(message.split()), rank, logs.path(rank, "err"))
+
+
+def _exit_message(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"killed by signal {-failure.exitcode} ({failure.signal_name()})"
+    return f"ended with exit code {failure.exitcode}"

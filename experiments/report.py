@@ -1,0 +1,265 @@
+"""``equipoise-report runs/<experiment>``: the table, the figures and the page of a comparison.
+
+Reads the run folders, refuses what cannot be compared (``comparison.py``), and writes to ``<folder>/report/``
+``table.csv``, ``table.md``, ``table.tex``, ``index.html`` and the figures of ``plots.py``. Exit status: 0; 3 if the
+report was written but a row lacks a seed (it says which); 2 if there is nothing to report or nothing can be compared.
+"""
+
+import argparse
+import base64
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+import yaml
+from rich.console import Console
+
+from . import plots, tables
+from .comparison import (
+    COMPARED,
+    FREE,
+    Row,
+    Run,
+    environment_warnings,
+    flatten,
+    group_rows,
+    load_runs,
+    refuse_incomparable,
+)
+from .statistics import LEVEL, MIN_SEEDS, mean_and_std, paired_difference, tail_mean, tail_start
+
+REFERENCE = "eqb"
+DEFAULT_TAIL = 1 / 3
+INCOMPLETE = 3
+SPREAD_OVER_SEEDS = ("global_maxvio", "local_maxvio", "val_bpb")
+# columns that only the renderers need
+INTERNAL = ["is_reference", "seeds_expected"]
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What was written. ``table`` has one row a balancer; ``complete`` says that every row has every seed."""
+
+    folder: Path
+    table: pd.DataFrame
+    rows: list[Row]
+    reference: str
+    window: str
+    rule: str
+    warnings: list[str]
+
+    @property
+    def page(self) -> Path:
+        return self.folder / "index.html"
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.table["complete"].all())
+
+
+def build_report(folder: Path, out: Path | None = None, tail: float | None = None) -> Report:
+    """Read the runs of the experiment in ``folder`` and write the report to ``out`` (``folder/report``).
+
+    ``tail`` is the share of the steps that the table averages over, from the end; by default the one of the config.
+
+    Raises:
+        ValueError: if the folder is not an experiment's, no run is complete, or the runs cannot be compared.
+    """
+    runs = load_runs(folder)
+    refuse_incomparable(runs)
+    rows = group_rows(runs)
+    complete = [run for row in rows for run in row.complete]
+    if not complete:
+        raise ValueError(f"{folder} holds no complete run: {'; '.join(run.describe() for run in runs)}")
+    if tail is None:
+        tail = float((complete[0].config.get("report") or {}).get("tail", DEFAULT_TAIL))
+    start = tail_start(complete[0].steps, tail)
+    reference = _reference(rows)
+    table = make_table(rows, reference, start)
+    window = f"steps {start} to {complete[0].steps}"
+    report = Report(
+        folder=out if out is not None else folder / "report",
+        table=table,
+        rows=rows,
+        reference=reference.label,
+        window=window,
+        rule=rule_text(table, reference.label, window),
+        warnings=[*_row_warnings(table), *run_warnings(rows, start), *environment_warnings(runs)],
+    )
+    _write(report, start)
+    return report
+
+
+def _reference(rows: Sequence[Row]) -> Row:
+    candidates = [row for row in rows if row.complete]
+    return next((row for row in candidates if row.name == REFERENCE), candidates[0])
+
+
+def measure(run: Run, start: int) -> dict[str, float]:
+    """The figures of one run over its tail window; NaN for what was not measured there."""
+    keys = (*SPREAD_OVER_SEEDS, "tokens_per_s", "dead_share")
+    return {key: tail_mean(run.metrics["step"], run.metrics[key], start) for key in keys}
+
+
+def make_table(rows: Sequence[Row], reference: Row, start: int) -> pd.DataFrame:
+    """One record a row: means over its complete runs, and paired differences to ``reference``."""
+    seeds = {run.seed for row in rows for run in row.runs}
+    against = {run.seed: measure(run, start) for run in reference.complete}
+    return pd.DataFrame([_record(row, row is reference, against, seeds, start) for row in rows])
+
+
+def _record(row: Row, is_reference: bool, against: Mapping[int, dict], seeds: set[int], start: int) -> dict[str, Any]:
+    measured = {run.seed: measure(run, start) for run in row.complete}
+    record: dict[str, Any] = {"balancer": row.label, "seeds": len(measured)}
+    for key in SPREAD_OVER_SEEDS:
+        record[key], record[f"{key}_std"] = mean_and_std([values[key] for values in measured.values()])
+    record["tokens"] = int(row.complete[0].metrics["tokens"].iloc[-1]) if measured else pd.NA
+    record["tokens_per_s"], _ = mean_and_std([values["tokens_per_s"] for values in measured.values()])
+    for key in SPREAD_OVER_SEEDS:
+        record |= _difference(key, {} if is_reference else measured, against)
+    record["dead_share"], _ = mean_and_std([values["dead_share"] for values in measured.values()])
+    record["steps"] = row.runs[0].steps
+    record["complete"] = seeds == measured.keys()
+    record["note"] = _note(row, seeds)
+    return record | {"is_reference": is_reference, "seeds_expected": len(seeds)}
+
+
+def _difference(key: str, measured: Mapping[int, dict], against: Mapping[int, dict]) -> dict[str, Any]:
+    own = {seed: values[key] for seed, values in measured.items()}
+    found = paired_difference(own, {seed: values[key] for seed, values in against.items()})
+    return {
+        f"d_{key}": found.mean,
+        f"d_{key}_low": found.low,
+        f"d_{key}_high": found.high,
+        f"d_{key}_n": found.num_pairs,
+        f"d_{key}_real": found.real,
+    }
+
+
+def _note(row: Row, seeds: set[int]) -> str:
+    """Which seeds a row lacks and why; empty if none."""
+    lost = {run.seed: run.describe() for run in row.runs if not run.complete}
+    lost |= {seed: f"s{seed} missing" for seed in seeds - {run.seed for run in row.runs}}
+    if not lost:
+        return ""
+    return f"{len(row.complete)} of {len(seeds)} seeds: {', '.join(lost[seed] for seed in sorted(lost))}"
+
+
+def rule_text(table: pd.DataFrame, reference: str, window: str) -> str:
+    """The rule by which the table is to be read, in words."""
+    intervals = int(sum((table[f"d_{key}_n"] >= MIN_SEEDS).sum() for key in SPREAD_OVER_SEEDS))
+    count = (
+        f"{intervals} intervals are given and not corrected for their number: where nothing differs, "
+        f"about one in {round(1 / (1 - LEVEL))} excludes 0 by chance."
+        if intervals
+        else f"No interval is given: no row shares {MIN_SEEDS} complete seeds with {reference}."
+    )
+    return (
+        "MaxVio = max load / mean load - 1, of the worst MoE layer: global over all tokens of a step, local over one "
+        f"microbatch of one rank. MaxVio and validation bits per byte are means over {window}, then mean ± sample "
+        f"standard deviation over the complete seeds. Differences are to {reference}, paired over the seeds that both "
+        f"rows have, with two-sided {LEVEL:.0%} t intervals [low, high]. A difference is called real ({tables.REAL}) "
+        f"only if at least {MIN_SEEDS} seeds are paired and the interval excludes 0; fewer are marked (n=...), in the terminal {tables.TOO_FEW}. {count}"
+    )
+
+
+def _row_warnings(table: pd.DataFrame) -> list[str]:
+    return [f"{record['balancer']}: {record['note']}" for _, record in table.iterrows() if record["note"]]
+
+
+def run_warnings(rows: Sequence[Row], start: int) -> list[str]:
+    """What a reader must know of single complete runs: skipped steps, clamped margins, no validation in the window."""
+    found = []
+    for row in rows:
+        for run in row.complete:
+            who, tail = f"{row.label} s{run.seed}", run.metrics[run.metrics["step"] >= start]
+            if (skipped := run.metrics["skipped"].max()) > 0:
+                found.append(f"{who}: {skipped:.0f} steps skipped, their gradients were not finite")
+            if (clamped := tail["clamped_share"].max()) > 0:
+                found.append(f"{who}: up to {clamped:.2g} of the margins were clamped in the tail window")
+            if math.isnan(tail["val_bpb"].mean()):
+                found.append(f"{who}: no validation in the tail window, so no val BPB; widen --tail")
+    return found
+
+
+def _write(report: Report, start: int) -> None:
+    """Make every file beside its place and move them in at the end, so that a failure leaves the old report whole."""
+    report.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=report.folder) as name:
+        new = Path(name)
+        figures = plots.draw_all(report.rows, new, start)
+        report.table.drop(columns=INTERNAL).to_csv(new / "table.csv", index=False)
+        head, body = tables.header(report.reference), tables.cells(report.table)
+        (new / "table.md").write_text(_markdown(report, head, body), encoding="utf-8")
+        caption = " ".join([report.rule, *(f"Warning: {text}." for text in report.warnings)])
+        short = tables.cells(report.table, notes=False)
+        (new / "table.tex").write_text(tables.latex(head, short, caption) + "\n", encoding="utf-8")
+        (new / "index.html").write_text(_page(report, head, body, figures), encoding="utf-8")
+        for file in sorted(new.iterdir()):
+            os.replace(file, report.folder / file.name)
+
+
+def _markdown(report: Report, head: list[str], body: list[list[str]]) -> str:
+    parts = [tables.markdown(head, body), report.rule, *(f"- Warning: {text}" for text in report.warnings)]
+    paper = tables.markdown(tables.PAPER_HEADER, tables.PAPER_ROWS)
+    return "\n\n".join([*parts, f"**{tables.PAPER_TITLE}.** {tables.PAPER_NOTE}", paper]) + "\n"
+
+
+def _page(report: Report, head: list[str], body: list[list[str]], figures: Sequence[plots.Picture]) -> str:
+    """The HTML page, with the pictures inside it."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
+        "report.html.j2"
+    )
+    run = next(run for row in report.rows for run in row.complete)
+    images = [(figure, base64.b64encode(figure.path.read_bytes()).decode("ascii")) for figure in figures]
+    shared = {key: value for key, value in run.config.items() if key not in (*COMPARED, *FREE)}
+    return template.render(
+        title=run.config.get("name", report.folder.parent.name),
+        report=report,
+        header=head,
+        cells=body,
+        images=images,
+        paper=tables,
+        options=[(row.label, flatten(row.runs[0].config["balancer"])) for row in report.rows],
+        config=yaml.safe_dump(shared, sort_keys=False),
+        environment=yaml.safe_dump(run.environment, sort_keys=False),
+        runs=[run for row in report.rows for run in row.runs],
+    )
+
+
+def print_table(report: Report, console: Console) -> None:
+    """Show the table, its rule, the warnings and where the page is."""
+    console.print(tables.terminal(report.table, report.reference))
+    console.print(report.rule, style="dim", markup=False, highlight=False)
+    for text in report.warnings:
+        console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+    console.print(f"report: {report.page}", markup=False, highlight=False, soft_wrap=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command ``equipoise-report``; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="equipoise-report", description="The table and figures of an experiment.")
+    parser.add_argument("folder", type=Path, help="folder of the experiment, e.g. runs/paper_table")
+    parser.add_argument("--out", type=Path, help="where to write (default: FOLDER/report)")
+    parser.add_argument("--tail", type=float, help="share of the steps to average over, from the end (default: config)")
+    arguments = parser.parse_args(argv)
+    try:
+        report = build_report(arguments.folder, arguments.out, arguments.tail)
+    except (ValueError, OSError) as error:
+        print(f"equipoise-report: {error}", file=sys.stderr)
+        return 2
+    # without a terminal rich takes 80 columns, too few for the table
+    print_table(report, Console(width=None if sys.stdout.isatty() else 100))
+    return 0 if report.complete else INCOMPLETE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

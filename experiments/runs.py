@@ -1,0 +1,232 @@
+"""The folder of one run, ``<runs>/<name>/<balancer>-s<seed>-<hash>/``: its name, its state and the small files in it.
+
+The hash is over everything that can change a result, so the same command finds its own folders again: a run with a
+``summary.json`` is done, one with only a ``config.yaml`` was cut and is resumed, and no folder is ever overwritten.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# top-level keys that cannot change a result
+FREE = ("runs", "name", "tracker", "report", "checkpoint", "launch", "hydra")
+HASH_DIGITS = 8
+PACKAGES = ("equipoise", "torch", "triton", "numpy", "hydra-core", "omegaconf", "pandas", "pyarrow", "wandb")
+
+_ABSENT = "absent"
+
+
+class RunState(StrEnum):
+    """``NEW``: nothing there. ``CUT``: started, not finished. ``DONE``: complete, has a ``summary.json``."""
+
+    NEW = "new"
+    CUT = "cut"
+    DONE = "done"
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Hash of the part of a resolved ``config`` that can change a result, whatever the order of its keys.
+
+    >>> config_hash({"seed": 0, "runs": "a"}) == config_hash({"seed": 0, "runs": "b"})
+    True
+    >>> config_hash({"seed": 0}) == config_hash({"seed": 1})
+    False
+    """
+    relevant = {key: value for key, value in config.items() if key not in FREE}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:HASH_DIGITS]
+
+
+def run_label(config: Mapping[str, Any]) -> str:
+    """Short name for people: balancer and seed.
+
+    >>> run_label({"balancer": {"name": "eqb"}, "seed": 1})
+    'eqb-s1'
+    """
+    return f"{config['balancer']['name']}-s{config['seed']}"
+
+
+def run_folder(config: Mapping[str, Any]) -> Path:
+    """Where a run of this resolved ``config`` lives.
+
+    Raises:
+        ValueError: if ``name`` or ``balancer.name`` cannot name a folder, or ``seed`` is not a whole number.
+    """
+    for key, value in (("name", config["name"]), ("balancer.name", config["balancer"].get("name"))):
+        if not isinstance(value, str) or not re.fullmatch(r"\w[\w.+-]*", value):
+            raise ValueError(f"{key} names a folder: expected letters, digits and . _ + -, got {value!r}")
+    seed = config["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed: expected a whole number from 0 on, got {seed!r}")
+    return Path(str(config["runs"])).expanduser() / config["name"] / f"{run_label(config)}-{config_hash(config)}"
+
+
+def run_state(folder: Path) -> RunState:
+    """What became of the run in ``folder``."""
+    if (folder / "summary.json").exists():
+        return RunState.DONE
+    return RunState.CUT if (folder / "config.yaml").exists() else RunState.NEW
+
+
+def open_run(folder: Path, config: Mapping[str, Any]) -> None:
+    """Make ``folder`` ready for a start or a resume: ``config.yaml`` in it, no ``failed.json``.
+
+    Keys that cannot change a result (``FREE``) take their new values, say another tracker for the rest of the run.
+
+    Raises:
+        ValueError: if ``folder`` holds a run of another config, or files that are not a run.
+    """
+    refuse_other_run(folder, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+    (folder / "failed.json").unlink(missing_ok=True)
+
+
+def refuse_other_run(folder: Path, config: Mapping[str, Any]) -> None:
+    """Check that ``folder`` is empty, missing, or a run of just this ``config``.
+
+    Raises:
+        ValueError: naming the first key that differs, with both values.
+    """
+    if not (folder / "config.yaml").exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} holds files but no config.yaml: not a run, so nothing is written there")
+        return
+    stored, given = _flatten(load_config(folder)), _flatten(config)
+    for key in sorted(stored.keys() | given.keys()):
+        old, new = stored.get(key, _ABSENT), given.get(key, _ABSENT)
+        if old != new and key.split(".")[0] not in FREE:
+            raise ValueError(
+                f"{folder} holds the run of another config: {key} is {old!r} there and {new!r} here; "
+                f"nothing was overwritten. Remove the folder or give this run another name="
+            )
+
+
+def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """The resolved config of the run in ``folder``.
+
+    Raises:
+        ValueError: if there is none, or it is not a mapping.
+    """
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a run folder: it has no config.yaml")
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a mapping of settings, got {type(config).__name__}")
+    return config
+
+
+@contextlib.contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Make ``folder`` and keep a second launcher out of it; the claim ends with the process, however that ends.
+
+    Raises:
+        ValueError: if another process is at work in ``folder``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is being written by another process") from None
+        except OSError:
+            # a file system without locks; the claim is a courtesy there
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file at once: whoever reads ``path`` sees all of ``text`` or what was there before."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as JSON, at once (see ``write_text``)."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; empty if there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write_failure(folder: Path, error: str, rank: int | None = None, log: Path | None = None) -> None:
+    """Record in ``failed.json`` why the run stopped; ``log`` is stored relative to ``folder``."""
+    # rank 0 may have finished before another rank failed
+    (folder / "summary.json").unlink(missing_ok=True)
+    relative = str(log.relative_to(folder)) if log else None
+    write_json(folder / "failed.json", {"error": error, "rank": rank, "log": relative})
+
+
+def write_environment(folder: Path, **facts: Any) -> None:
+    """Write ``environment.json``: commit, versions, machine, command and start time, and the ``facts`` given."""
+    environment = {
+        **_commit(Path(__file__).resolve().parents[1]),
+        "versions": _versions(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "devices": _devices(),
+        "command": sys.argv,
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    write_json(folder / "environment.json", environment | facts)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _commit(root: Path) -> dict[str, Any]:
+    """Commit of the checkout at ``root`` and whether files differ from it; None where ``root`` is not a checkout."""
+    # an installed copy may lie inside somebody else's repository
+    if not (root / ".git").exists():
+        return {"commit": None, "dirty": None}
+    commit, changes = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain")
+    return {"commit": commit or None, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
+
+
+def _devices() -> list[str]:
+    # whoever only reads run folders does not wait for torch
+    import torch
+
+    if torch.cuda.is_available():
+        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return [platform.processor() or platform.machine()]

@@ -1,0 +1,124 @@
+"""What a run records, by rank 0: ``metrics.jsonl`` and ``load.parquet`` are the record, W&B is a view of it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import Tensor
+
+from .runs import write_text
+
+
+class Tracker:
+    """Appends one row of metrics and the load of every expert per optimizer step.
+
+    ``load.parquet`` is a folder of parts, one per ``flush``; ``pandas.read_parquet`` reads it as one table.
+
+    Args:
+        folder: the run folder.
+        config: the resolved config; ``tracker.mode`` is ``offline``, ``online`` or ``none``.
+        step: go on after this step: later rows and parts are dropped.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any], step: int) -> None:
+        self.metrics = folder / "metrics.jsonl"
+        self.loads = folder / "load.parquet"
+        self.pending: list[pd.DataFrame] = []
+        self.rows = _cut_back(self.metrics, self.loads, step)
+        self.file = self.metrics.open("a", encoding="utf-8")
+        self.wandb = _start_wandb(folder, config)
+
+    def log(self, row: dict[str, Any], load_LE: Tensor) -> None:
+        """Record the metrics and the global load ``[L, E]`` of step ``row["step"]``; non-finite numbers become null."""
+        clean = _finite(row)
+        self.file.write(json.dumps(clean) + "\n")
+        self.file.flush()
+        self.rows.append(clean)
+        self.pending.append(_load_frame(row["step"], load_LE.numpy()))
+        if self.wandb is not None:
+            scalars = {name: value for name, value in clean.items() if isinstance(value, int | float)}
+            devices = {f"device_maxvio/{count}": value for count, value in clean.get("device_maxvio", {}).items()}
+            self.wandb.log(scalars | devices, step=row["step"])
+
+    def flush(self) -> None:
+        """Write the loads since the last flush."""
+        if self.pending:
+            frame = pd.concat(self.pending)
+            self.loads.mkdir(exist_ok=True)
+            name = f"part-{frame.step.min():08d}-{frame.step.max():08d}.parquet"
+            draft = self.loads / f".{name}"
+            frame.to_parquet(draft, index=False)
+            draft.rename(self.loads / name)
+            self.pending = []
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Close the record of a complete run."""
+        self.flush()
+        self.file.close()
+        if self.wandb is not None:
+            self.wandb.summary.update(summary)
+            self.wandb.finish()
+
+
+def _cut_back(metrics: Path, loads: Path, step: int) -> list[dict[str, Any]]:
+    """Drop what was recorded after ``step``; a line that a crash has cut short goes with it."""
+    rows = []
+    if metrics.exists():
+        for line in metrics.read_text(encoding="utf-8").splitlines()[:step]:
+            rows.append(json.loads(line))
+    write_text(metrics, "".join(json.dumps(row) + "\n" for row in rows))
+    for part in loads.glob("*.parquet"):
+        if part.name.startswith(".") or int(part.stem.split("-")[-1]) > step:
+            part.unlink()
+    return rows
+
+
+def _load_frame(step: int, load_LE: np.ndarray) -> pd.DataFrame:
+    layers, experts = load_LE.shape
+    return pd.DataFrame(
+        {
+            "step": np.full(load_LE.size, step, np.int32),
+            "layer": np.repeat(np.arange(layers, dtype=np.int16), experts),
+            "expert": np.tile(np.arange(experts, dtype=np.int16), layers),
+            "count": load_LE.reshape(-1).astype(np.int32),
+        }
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _start_wandb(folder: Path, config: dict[str, Any]) -> Any:
+    """A W&B run: group = experiment, job_type = balancer, x-axis tokens; None when the tracker is off."""
+    tracker, balancer = config["tracker"], config["balancer"]
+    if tracker["mode"] == "none":
+        return None
+    # a second to import, and not needed without it
+    import wandb
+
+    run = wandb.init(
+        mode=tracker["mode"],
+        project=tracker["project"],
+        entity=tracker["entity"],
+        dir=folder,
+        id=folder.name,
+        resume="allow",
+        name=f"{balancer['name']}-s{config['seed']}",
+        group=config["name"],
+        job_type=balancer["name"],
+        tags=[slot for slot in ("bias", "gradient") if balancer.get(slot)] or ["unbalanced"],
+        config=config,
+        settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+    )
+    run.define_metric("tokens", summary="max")
+    run.define_metric("*", step_metric="tokens")
+    run.define_metric("val_bpb", step_metric="tokens", summary="min")
+    return run

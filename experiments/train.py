@@ -1,0 +1,148 @@
+"""One rank of a run, from top to bottom: set up, build, loop, finish.
+
+Started by `equipoise`, or on several machines by `torchrun ... -m equipoise.experiments.train <run folder>`.
+"""
+
+import math
+import shutil
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..balancers import update_balancers
+from . import build
+from .checkpoint import load_checkpoint, save_checkpoint
+from .measure import Meter
+from .model import Model
+from .parallel import Ranks, join_ranks
+from .runs import load_config, write_environment, write_json
+from .tracker import Tracker
+
+validate = build.check
+
+
+def main(run_folder: str) -> None:
+    """Train the run whose ``config.yaml`` lies in ``run_folder``, or go on where it was cut.
+
+    Raises:
+        ValueError: a config that cannot be trained, a checkpoint that does not fit, router logits that are not finite.
+    """
+    folder = Path(run_folder)
+    config = load_config(folder)
+    with join_ranks(config["parallel"]) as ranks:
+        train(folder, config, ranks)
+
+
+def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
+    """The run, on this rank."""
+    data, optim = config["data"], config["optim"]
+    accumulation = data["microbatches"] // ranks.world_size
+    tokens_per_step = data["microbatches"] * data["microbatch_sequences"] * data["sequence_length"]
+
+    corpus, batches, held_out = build.make_data(config)
+    model = build.make_model(config)
+    model.init_weights(torch.Generator().manual_seed(config["seed"]))
+    model.to(ranks.device)
+    routers = list(model.routers())
+    for router in routers:
+        router.loss_scale = 1 / accumulation
+        if router.gradient is not None:
+            router.gradient.token_shards = ranks.token_shards
+    optimizer = build.make_optimizer(config, model)
+    position = load_checkpoint(folder / "checkpoints", model, optimizer) or {"step": 0, "tokens": 0, "skipped": 0}
+    replica = ranks.wrap(model)
+    precision = build.PRECISIONS[config["parallel"]["precision"]]
+    autocast = torch.autocast(ranks.device.type, dtype=precision, enabled=precision != torch.float32)
+
+    tracker = Tracker(folder, config, position["step"]) if ranks.first else None
+    if ranks.first:
+        facts = {"world_size": ranks.world_size, "backend": torch.distributed.get_backend(), "data": corpus.facts}
+        write_environment(folder, **facts, parameters=model.count_parameters())
+    meter = Meter(routers, ranks)
+
+    while position["step"] < optim["steps"]:
+        started = time.perf_counter()
+        step = position["step"]
+        for group in optimizer.param_groups:
+            group["lr"] = build.learning_rate(optim, step + 1)
+        for index in range(accumulation):
+            tokens = batches.microbatch(step, ranks.rank * accumulation + index).to(ranks.device)
+            # gradients are averaged over ranks once, with the last microbatch
+            with nullcontext() if index + 1 == accumulation else replica.no_sync():
+                with autocast:
+                    loss = language_loss(replica(tokens[:, :-1]), tokens)
+                (loss / accumulation).backward()
+            meter.add(loss)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim["clip"])
+        if torch.isfinite(norm):
+            update_balancers(model, ranks.token_shards)
+            optimizer.step()
+        else:
+            position["skipped"] += 1
+            drop_observations(model)
+        optimizer.zero_grad()
+        position["step"] += 1
+        position["tokens"] += tokens_per_step
+
+        metrics, load_LE = meter.finish()
+        seconds = time.perf_counter() - started
+        row = position | metrics | {"learning_rate": build.learning_rate(optim, step + 1), "grad_norm": norm.item()}
+        row |= {"seconds": seconds, "tokens_per_s": tokens_per_step / seconds}
+        last = position["step"] == optim["steps"]
+        row |= {"val_loss": None, "val_bpb": None}
+        if last or position["step"] % config["validation"]["every"] == 0:
+            row["val_loss"] = validation_loss(model, held_out, data["microbatch_sequences"], ranks, autocast)
+            row["val_bpb"] = row["val_loss"] / math.log(2)
+        if tracker is not None:
+            tracker.log(row, load_LE)
+        if last or position["step"] % config["checkpoint"]["every"] == 0:
+            if tracker is not None:
+                tracker.flush()
+            save_checkpoint(folder / "checkpoints", model, optimizer, position)
+
+    if tracker is not None:
+        summary = {"steps": position["step"], "tokens": position["tokens"], "skipped": position["skipped"]}
+        summary |= {"wall_s": sum(row["seconds"] for row in tracker.rows), "val_bpb": tracker.rows[-1]["val_bpb"]}
+        tracker.finish(summary)
+        if not config["checkpoint"]["keep"]:
+            shutil.rmtree(folder / "checkpoints")
+        write_json(folder / "summary.json", summary)
+
+
+def language_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Mean nats per token: ``logits [B, S, V]`` against ``tokens [B, S+1]`` shifted by one."""
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def drop_observations(model: Model) -> None:
+    """Forget what the balancers saw of a step that is not taken."""
+    for router in model.routers():
+        for balancer in (router.bias, router.gradient):
+            if balancer is not None:
+                balancer.reset()
+
+
+@torch.no_grad()
+def validation_loss(model: Model, sequences: Tensor, batch: int, ranks: Ranks, autocast: torch.autocast) -> float:
+    """Mean nats per token over the validation ``sequences [N, S+1]``, which are shared out over ranks."""
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    for part in sequences[ranks.rank :: ranks.world_size].split(batch):
+        tokens = part.to(ranks.device)
+        with autocast:
+            loss = language_loss(model(tokens[:, :-1]), tokens)
+        count = tokens[:, 1:].numel()
+        totals += torch.stack([loss.double() * count, totals.new_tensor(count)])
+    model.train()
+    ranks.sum(totals)
+    return (totals[0] / totals[1]).item()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
