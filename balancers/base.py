@@ -17,14 +17,31 @@ Solve = Generator[Tensor, Tensor, Tensor]
 
 
 class FixedDtype(nn.Module):
-    """A module whose buffers keep their dtype whatever the model is cast to; they do move between devices."""
+    """A module whose tensors keep their dtype whatever the model is cast to; they do move between devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scratch: list[str] = []
+
+    def add_scratch(self, name: str, tensor: Tensor) -> None:
+        """An attribute that follows the module's device and is nobody else's business.
+
+        Not a buffer: it is not saved, and DDP, which by default overwrites the buffers of all ranks with those of
+            rank 0
+        before every forward, leaves it alone.
+        """
+        setattr(self, name, tensor)
+        self._scratch.append(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FixedDtype":
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)
+        for name in self._scratch:
+            setattr(self, name, keep_dtype(getattr(self, name)))
+        return self
 
 
 class Balancer(FixedDtype):
@@ -42,14 +59,14 @@ class Balancer(FixedDtype):
         self._accumulators: list[str] = []
 
     def add_accumulator(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> None:
-        """A zeroed buffer that follows the module's device, is not saved, and that ``reset`` clears in place."""
-        self.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
+        """A zeroed tensor attribute (see ``add_scratch``) that ``reset`` clears in place."""
+        self.add_scratch(name, torch.zeros(shape, dtype=dtype))
         self._accumulators.append(name)
 
     def reset(self) -> None:
-        """Drop what was observed since the last update; buffers keep their addresses."""
+        """Drop what was observed since the last update; all addresses stay."""
         for name in self._accumulators:
-            self.get_buffer(name).zero_()
+            getattr(self, name).zero_()
 
     def reset_parameters(self) -> None:
         """Initial state, for a module that was built on the meta device and moved by ``to_empty``."""

@@ -37,7 +37,7 @@ class HistogramQB(BiasBalancer):
             raise ValueError(f"num_bins must be at least 1, got {num_bins}")
         self.add_accumulator("counts", num_experts, num_bins)
         self.add_accumulator("clamped", num_experts)
-        self.register_buffer("clamped_share", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.add_scratch("clamped_share", torch.zeros((), dtype=torch.float64))
 
     def open_tally(self) -> UniformTally:
         """The histogram under the bias that routes now."""

@@ -19,7 +19,7 @@ class MarginStore(FixedDtype):
     def __init__(self, num_experts: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_rows = 0
-        self.register_buffer("buffer", torch.empty(0, num_experts, dtype=dtype), persistent=False)
+        self.add_scratch("buffer", torch.empty(0, num_experts, dtype=dtype))
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for ``num_tokens`` valid tokens of one optimizer step on this rank; what is stored stays."""

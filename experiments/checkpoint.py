@@ -55,7 +55,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         model,
         optimizer,
         model_state_dict=state["model"],
-        optim_state_dict={"state": state["optimizer"], "param_groups": groups},  # type: ignore[dict-item]
+        optim_state_dict={"state": state["optimizer"], "param_groups": groups},
     )
     return {name: int(state["position"][name]) for name in position}
 

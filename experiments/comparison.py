@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from .runs import FREE
+
 # the order of the default experiment; presets that it does not know follow alphabetically
 ORDER = (
     "none",
@@ -31,8 +33,6 @@ ORDER = (
     "eqb_lei",
 )
 COMPARED = ("balancer", "seed")
-# keys that cannot change a result
-FREE = ("runs", "tracker", "name", "report")
 REQUIRED = ("step", "tokens", "global_maxvio", "local_maxvio")
 OPTIONAL = ("val_bpb", "tokens_per_s", "dead_share", "skipped", "clamped_share")
 ABSENT = "absent"

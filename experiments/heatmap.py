@@ -30,7 +30,7 @@ def tail_label(rows: Sequence[Row], start: int) -> str:
 def load_heatmap(rows: Sequence[Row], start: int) -> tuple[Figure, str]:
     """Load of every expert over the steps, one seed a balancer: a row a layer (the worst one if there are many)."""
     title = "Load of each expert over the steps"
-    positions = _layers_to_show(rows, start)
+    positions = layers_to_show(rows, start)
     columns = min(len(rows), 4)
     blocks = -(-len(rows) // columns)
     height = blocks * len(positions)
@@ -53,7 +53,7 @@ def load_heatmap(rows: Sequence[Row], start: int) -> tuple[Figure, str]:
     return figure, title
 
 
-def _layers_to_show(rows: Sequence[Row], start: int) -> list[int]:
+def layers_to_show(rows: Sequence[Row], start: int) -> list[int]:
     """Positions of the layers shown: all if few, else the one whose MaxVio is worst in the tail, over all rows."""
     layers = [run.layers_NL[start - 1 :] for row in rows for run in row.complete if run.layers_NL.shape[1]]
     if not layers:

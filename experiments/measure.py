@@ -59,7 +59,7 @@ class Meter:
         loss, cells, *layers = total.split(sizes if num_layers else [1, 1])
         row: dict[str, Any] = {"loss": (loss / cells).item()}
         if not num_layers:
-            return row, torch.zeros(0, 0, dtype=torch.int64)
+            return row | {"global_maxvio": None, "local_maxvio": None}, torch.zeros(0, 0, dtype=torch.int64)
         local, intervention, balance, load = layers
         load_LE = load.view(num_layers, -1).long()
         row |= _load_metrics(load_LE) | _local_metrics(local / cells, worst)

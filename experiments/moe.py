@@ -3,6 +3,8 @@
 ``T`` tokens, ``D`` width, ``E`` experts, ``K`` experts a token, ``H`` hidden width of an expert.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,7 +61,12 @@ class Router(nn.Module):
         self.top_k = top_k
         self.bias = bias
         self.gradient = gradient
-        self.options = {"selection": selection, "gate": gate, "normalise": normalise, "scale": scale}
+        self.options: dict[str, Any] = {
+            "selection": selection,
+            "gate": gate,
+            "normalise": normalise,
+            "scale": scale,
+        }
         self.z_loss = z_loss
         self.name = name
         self.loss_scale = 1.0
@@ -126,7 +133,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """``x [N, D]`` sorted by expert, ``counts [E]`` rows of each, to ``[N, D]``."""
-        w_in, w_out = self.w_in, self.w_out
+        w_in: Tensor = self.w_in
+        w_out: Tensor = self.w_out
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)

@@ -39,8 +39,7 @@ class Ranks:
     def wrap(self, model: nn.Module) -> DistributedDataParallel:
         """Data parallelism: gradients are averaged over ranks."""
         devices = [self.device.index] if self.device.type == "cuda" else None
-        # buffers are equal on all ranks by construction
-        return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
+        return DistributedDataParallel(model, device_ids=devices)
 
 
 @contextmanager

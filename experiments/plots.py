@@ -16,7 +16,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from .comparison import Row, Run
 from .heatmap import load_heatmap, tail_label
@@ -121,6 +121,7 @@ def _draw_curves(axes: Axes, rows: Sequence[Row], key: str, styles: dict[str, St
     axes.axvspan(start, rows[0].complete[0].steps, color="#000000", alpha=0.05, linewidth=0)
     axes.set_yscale("log", nonpositive="clip")
     _plain_log_ticks(axes.yaxis)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.margins(x=0.01)
 
 
@@ -199,7 +200,8 @@ def _draw_bars(axes: Axes, rows: Sequence[Row], start: int, styles: dict[str, St
             place = (max(values), number + offset)
             axes.annotate(f"{mean:.2f}", place, (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(rows)), [row.label for row in rows])
-    axes.invert_yaxis()
+    # from the top down; a lone row does not fill the picture
+    axes.set_ylim(max(len(rows), 4) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.12)
     kinds = [Patch(color="#666666", label="global"), Patch(color="#666666", alpha=0.45, label="local")]

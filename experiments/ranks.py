@@ -76,9 +76,7 @@ def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
     )
     # the API does not set it as torchrun does, and two ranks with a thread a core each wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # what torch logs about a failed rank repeats, at length, what the launcher says in a line
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _quiet_torch()
     try:
         elastic_launch(config, _run_rank)(main, str(folder))
     except ChildFailedError as error:
@@ -91,6 +89,14 @@ def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
             child.kill()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _quiet_torch() -> None:
+    """Silence what torch logs about ranks that fail or are stopped: the launcher says it in a line."""
+    for name in list(logging.root.manager.loggerDict):
+        # each of them has a level of its own, so their parent's would not do
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _run_rank(main: Callable[[str], None], folder: str) -> None:

@@ -24,7 +24,6 @@ from rich.console import Console
 from . import plots, tables
 from .comparison import (
     COMPARED,
-    FREE,
     Row,
     Run,
     environment_warnings,
@@ -33,6 +32,7 @@ from .comparison import (
     load_runs,
     refuse_incomparable,
 )
+from .runs import FREE
 from .statistics import LEVEL, MIN_SEEDS, mean_and_std, paired_difference, tail_mean, tail_start
 
 REFERENCE = "eqb"
@@ -166,7 +166,8 @@ def rule_text(table: pd.DataFrame, reference: str, window: str) -> str:
         f"microbatch of one rank. MaxVio and validation bits per byte are means over {window}, then mean ± sample "
         f"standard deviation over the complete seeds. Differences are to {reference}, paired over the seeds that both "
         f"rows have, with two-sided {LEVEL:.0%} t intervals [low, high]. A difference is called real ({tables.REAL}) "
-        f"only if at least {MIN_SEEDS} seeds are paired and the interval excludes 0; fewer are marked (n=...), in the terminal {tables.TOO_FEW}. {count}"
+        f"only if at least {MIN_SEEDS} seeds are paired and the interval excludes 0; fewer are marked (n=...), "
+        f"in the terminal {tables.TOO_FEW}. {count}"
     )
 
 
@@ -246,7 +247,11 @@ def print_table(report: Report, console: Console) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command ``equipoise-report``; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="equipoise-report", description="The table and figures of an experiment.")
+    parser = argparse.ArgumentParser(
+        prog="equipoise-report",
+        description="The table and figures of an experiment.",
+        epilog="Exit status: 0; 2 if there is nothing to report or nothing can be compared; 3 if a seed is missing.",
+    )
     parser.add_argument("folder", type=Path, help="folder of the experiment, e.g. runs/paper_table")
     parser.add_argument("--out", type=Path, help="where to write (default: FOLDER/report)")
     parser.add_argument("--tail", type=float, help="share of the steps to average over, from the end (default: config)")

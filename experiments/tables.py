@@ -157,4 +157,4 @@ def _short_difference(record: pd.Series, key: str, digits: int) -> str:
     if record["is_reference"]:
         return ""
     number, _, mark = difference(record, key, digits, interval=False).partition(" ")
-    return f"{number} {TOO_FEW if mark.startswith('(n=') else mark}".rstrip()
+    return number + (TOO_FEW if mark.startswith("(n=") else mark)

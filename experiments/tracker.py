@@ -37,7 +37,9 @@ class Tracker:
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
         self.rows.append(clean)
-        self.pending.append(_load_frame(row["step"], load_LE.numpy()))
+        # a dense model has no load
+        if load_LE.numel():
+            self.pending.append(_load_frame(row["step"], load_LE.numpy()))
         if self.wandb is not None:
             scalars = {name: value for name, value in clean.items() if isinstance(value, int | float)}
             devices = {f"device_maxvio/{count}": value for count, value in clean.get("device_maxvio", {}).items()}

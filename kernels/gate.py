@@ -47,7 +47,7 @@ class Gate:
         return self.scale * self.scores(logits).gather(-1, experts)
 
     def shares(self, logits: Tensor) -> Tensor:
-        """Scores divided by their sum over experts, ``[T, E]``, differentiable; right where all scores underflow too."""
+        """Scores divided by their sum over experts, ``[T, E]``, differentiable; right if all scores underflow too."""
         wide = widen(logits)
         return (F.logsigmoid(wide) if self.score == "sigmoid" else wide).softmax(-1)
 

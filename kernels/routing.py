@@ -83,6 +83,10 @@ class Routing:
             return torch.tensor(self.logits.shape[0], device=self.logits.device)
         return self.valid.sum()
 
+    def detach(self) -> "Routing":
+        """The same numbers without the graph, to look at after the step."""
+        return replace(self, weights=self.weights.detach(), logits=self.logits.detach(), penalty=None)
+
     def steered(
         self, *, injection: Tensor | None = None, penalty: Tensor | None = None, scale: float | Tensor = 1.0
     ) -> "Routing":

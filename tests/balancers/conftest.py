@@ -19,9 +19,7 @@ def feed() -> Feed:
     def forward(
         balancer: BiasBalancer, logits: Tensor, valid: Tensor | None = None, selection: str = "score"
     ) -> Routing:
-        routing = route(
-            logits, balancer.bias, balancer.top_k, tally=balancer.tally, valid=valid, selection=selection
-        )
+        routing = route(logits, balancer.bias, balancer.top_k, tally=balancer.tally, valid=valid, selection=selection)
         balancer.observe(routing)
         return routing
 

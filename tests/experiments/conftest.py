@@ -2,7 +2,10 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+
+from equipoise.experiments import report
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +17,25 @@ def fake_runs() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def sweep(fake_runs: ModuleType, tmp_path: Path) -> Path:
+    """eqb and none, three complete seeds each."""
+    for name, offset in (("none", 3.0), ("eqb", 0.0)):
+        fake_runs.write_three_seeds(tmp_path / "table", name, offset)
+    return tmp_path / "table"
+
+
+@pytest.fixture(scope="session")
+def drawn(fake_runs: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> report.Report:
+    """A whole report, figures and all, of a sweep with a hole."""
+    folder = tmp_path_factory.mktemp("runs") / "table"
+    rng = np.random.default_rng(0)
+    for name, level in (("eqb_lei", 0.5), ("eqb", 1.0), ("my_<own>|one", 1.5)):
+        for seed in range(3):
+            loads = fake_runs.realistic_loads(level, rng, 12, 2, 8)
+            values = {"global_maxvio": [level + 0.1 * rng.random() for _ in range(12)]}
+            fake_runs.write_run(folder, name, seed, values=values, loads=loads)
+    fake_runs.write_run(folder, "none", 0, steps=4, planned=12, error="rank 1: <script>\nno memory")
+    return report.build_report(folder)

@@ -143,3 +143,11 @@ def write_realistic(folder: Path, *, seeds: int = 3, steps: int = 150, layers: i
             }
             loads = realistic_loads(wide, rng, steps, layers, experts)
             write_run(folder, name, seed, steps=steps, every=25, values=values, loads=loads)
+
+
+def write_three_seeds(folder: Path, name: str, offset: float) -> None:
+    """Three runs of 12 steps whose tail (9 to 12 at 0.333) holds the value that the test expects."""
+    for seed in range(3):
+        tail = [1.0 + offset + 0.1 * seed] * 4
+        values = {"global_maxvio": [50.0] * 8 + tail, "local_maxvio": 2.0, "val_bpb": [9.0] * 8 + [0.0, 2.0, 0.0, 4.0]}
+        write_run(folder, name, seed, values=values)

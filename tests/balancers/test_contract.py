@@ -1,0 +1,738 @@
+"""The contract that every balancer keeps. A new balancer is one row here; names like ``s1`` are those of the faults."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from equipoise.balancers import (
+    LEI,
+    BiasBalancer,
+    ExactQB,
+    GShard,
+    HistogramQB,
+    RankAveragedQB,
+    SignedCount,
+    simulate_ranks,
+    update_balancers,
+)
+from equipoise.balancers.metrics import dead_share, intervention_rate, load_cv, load_entropy, max_violation
+from equipoise.kernels import Routing, route
+
+
+@dataclass(frozen=True)
+class Row:
+    """A balancer under the contract: ``build(num_experts, top_k)``.
+
+    ``splits`` says over what the same tokens may be spread without changing a bit of the next bias: ``ranks`` (and
+    microbatches), ``microbatches`` of one rank, or ``nothing``.
+    """
+
+    name: str
+    build: Callable[..., Any]
+    splits: str = "ranks"
+
+
+BIAS = [
+    Row("signed_count_sign", SignedCount),
+    Row("signed_count_proportional", partial(SignedCount, rule="proportional")),
+    Row("signed_count_centred", partial(SignedCount, centred=True)),
+    Row("signed_count_ema", partial(SignedCount, rule="proportional", centred=True, ema=0.5)),
+    Row("rank_averaged_qb_step", RankAveragedQB, splits="microbatches"),
+    Row("rank_averaged_qb_microbatch", partial(RankAveragedQB, per="microbatch"), splits="nothing"),
+    Row("histogram_qb", HistogramQB),
+    Row("histogram_qb_coarse_uncentred", partial(HistogramQB, num_bins=7, centre=False)),
+    Row("histogram_qb_ema", partial(HistogramQB, ema=0.5)),
+    Row("exact_qb", ExactQB),
+    Row("exact_qb_q_plus_1", partial(ExactQB, order="q_plus_1")),
+    Row("exact_qb_fp32", partial(ExactQB, key="fp32")),
+    Row("exact_qb_fp32_q_plus_1_ema_uncentred", partial(ExactQB, key="fp32", order="q_plus_1", ema=0.5, centre=False)),
+]
+GRADIENT = [
+    Row("gshard_microbatch", GShard),
+    Row("gshard_sequence", partial(GShard, scope="sequence")),
+    Row("gshard_global", partial(GShard, scope="global")),
+    Row("gshard_microbatch_bounded", partial(GShard, bound="tanh")),
+    Row("gshard_sequence_bounded", partial(GShard, scope="sequence", bound="tanh")),
+    Row("gshard_global_bounded", partial(GShard, scope="global", bound="tanh")),
+    Row("lei", partial(LEI, eta=1e-2)),
+    Row("lei_unbounded", partial(LEI, eta=1e-2, bound=None)),
+    Row("lei_per_token", partial(LEI, eta=1e-2, units="per_token")),
+    Row("lei_per_token_unbounded", partial(LEI, eta=1e-2, units="per_token", bound=None)),
+]
+every_bias = pytest.mark.parametrize("row", BIAS, ids=lambda row: row.name)
+every_gradient = pytest.mark.parametrize("row", GRADIENT, ids=lambda row: row.name)
+every_balancer = pytest.mark.parametrize("row", BIAS + GRADIENT, ids=lambda row: row.name)
+gshards = pytest.mark.parametrize("row", [row for row in GRADIENT if "gshard" in row.name], ids=lambda row: row.name)
+
+E, K = 8, 2
+Feed = Callable[..., Routing]
+
+
+def tokens(count: int, seed: int = 0, num_experts: int = E) -> Tensor:
+    """Logits ``[count, num_experts]`` that favour the experts with a high id."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, num_experts, generator=generator) + torch.linspace(-1, 1, num_experts)
+
+
+def steer(balancer: Any, logits: Tensor, valid: Tensor | None = None) -> Routing:
+    return balancer.steer(route(logits, None, balancer.top_k, valid=valid, num_sequences=2))
+
+
+def steered_gradient(balancer: Any, logits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Gradient of the logits under a loss that is zero itself, so that it is all the balancer's."""
+    logits = logits.detach().clone().requires_grad_()
+    steer(balancer, logits, valid).weights.mul(0).sum().backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+def observe_once(balancer: Any, feed: Feed, logits: Tensor) -> None:
+    """One forward in training, whichever kind of balancer it is."""
+    if isinstance(balancer, BiasBalancer):
+        feed(balancer, logits)
+    else:
+        steer(balancer, logits.requires_grad_())
+
+
+def tensors(balancer: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that a balancer holds: bias, accumulators, margin store."""
+    held = dict(balancer.named_buffers())
+    for prefix, module in balancer.named_modules():
+        held |= {f"{prefix}.{name}": value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return held
+
+
+def snapshot(balancer: nn.Module) -> dict[str, Any]:
+    """All state that an observation could touch: the bytes of the tensors and every integer attribute."""
+    state: dict[str, Any] = {
+        name: tensor.reshape(-1).view(torch.uint8).tolist() for name, tensor in tensors(balancer).items()
+    }
+    for prefix, module in balancer.named_modules():
+        state |= {f"{prefix}.{name}": value for name, value in vars(module).items() if isinstance(value, int)}
+    return state
+
+
+def next_bias(balancer: BiasBalancer) -> Tensor:
+    update_balancers([balancer])
+    return balancer.bias.clone()
+
+
+# ---- statistics and when they are taken
+
+
+@every_bias
+def test_collapse_lowers_the_bias_of_the_popular_expert(row: Row, feed: Feed) -> None:
+    balancer = row.build(E, K)
+    logits = tokens(64) * 0.1
+    logits[:, 5] += 3
+    feed(balancer, logits)
+    bias = next_bias(balancer)
+    assert bias.argmin() == 5
+    assert bias[5] < bias.mean()
+
+
+@every_bias
+@pytest.mark.parametrize("how", ["eval", "no_grad"])
+def test_s1_eval_forward_is_not_counted(row: Row, how: str, feed: Feed) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    for each in (balancer, reference):
+        feed(each, tokens(12))
+    balancer.train(how != "eval")
+    before = snapshot(balancer)
+    with torch.set_grad_enabled(how != "no_grad"):
+        feed(balancer, -3 * tokens(30, seed=1))
+    assert snapshot(balancer) == before
+    assert torch.equal(next_bias(balancer), next_bias(reference))
+
+
+@every_gradient
+@pytest.mark.parametrize("how", ["eval", "no_grad"])
+def test_s1_eval_forward_is_not_steered(row: Row, how: str) -> None:
+    balancer = row.build(E, K).train(how != "eval")
+    before = snapshot(balancer)
+    with torch.set_grad_enabled(how != "no_grad"):
+        routing = route(tokens(12).requires_grad_(), None, K, num_sequences=2)
+        assert balancer.steer(routing) is routing
+    assert snapshot(balancer) == before
+
+
+def save_topk(_context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+    saved = operation is torch.ops.aten.topk.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "non_reentrant": {"use_reentrant": False},
+    "non_reentrant_to_the_end": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, save_topk),
+    },
+}
+every_checkpoint = pytest.mark.parametrize("mode", CHECKPOINTS)
+# backward after every forward (accumulation), or after all of them (a pipeline schedule)
+every_schedule = pytest.mark.parametrize("schedule", ["accumulate", "pipeline"])
+
+
+def run_step(layer: Callable[[Tensor], Tensor], mode: str, schedule: str) -> list[Tensor]:
+    """Gradients of the logits of three microbatches of one step, under activation checkpointing."""
+    microbatches = [tokens(count, seed=count).requires_grad_() for count in (8, 4, 14)]
+    losses = []
+    with set_checkpoint_early_stop(mode != "non_reentrant_to_the_end"):
+        for logits in microbatches:
+            losses.append(layer(logits) if mode == "none" else checkpoint(layer, logits, **CHECKPOINTS[mode]))
+            if schedule == "accumulate":
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+    return [logits.grad for logits in microbatches if logits.grad is not None]
+
+
+@every_bias
+@every_checkpoint
+@every_schedule
+def test_s2_recomputation_is_not_counted_again(row: Row, mode: str, schedule: str, feed: Feed) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    run_step(lambda logits: (feed(balancer, logits).weights * 2).sum(), mode, schedule)
+    run_step(lambda logits: (feed(reference, logits).weights * 2).sum(), "none", schedule)
+    for name, expected in tensors(reference).items():
+        assert torch.equal(tensors(balancer)[name], expected), name
+    assert torch.equal(next_bias(balancer), next_bias(reference))
+
+
+@every_gradient
+@every_checkpoint
+@every_schedule
+def test_s2_recomputation_steers_the_same_gradient(row: Row, mode: str, schedule: str) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    gradients = run_step(lambda logits: (steer(balancer, logits).weights * 2).sum(), mode, schedule)
+    expected = run_step(lambda logits: (steer(reference, logits).weights * 2).sum(), "none", schedule)
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
+    for name, wanted in tensors(reference).items():
+        assert torch.equal(tensors(balancer)[name], wanted), name
+
+
+@every_bias
+def test_s3_aborted_step_runs_again(row: Row, feed: Feed) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    for seed in range(2):
+        feed(balancer, tokens(6, seed))
+    balancer.reset()
+    for each in (balancer, reference):
+        for seed in range(4):
+            feed(each, tokens(6, seed))
+    assert snapshot(balancer).keys() == snapshot(reference).keys()
+    assert torch.equal(next_bias(balancer), next_bias(reference))
+
+
+@every_gradient
+def test_s3_aborted_step_steers_again(row: Row) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    for seed in range(2):
+        steered_gradient(balancer, tokens(6, seed + 7))
+    balancer.reset()
+    for seed in range(4):
+        gradients = [steered_gradient(each, tokens(6, seed)) for each in (balancer, reference)]
+        assert torch.equal(*gradients)
+
+
+@every_bias
+@pytest.mark.parametrize("num_tokens", [8, 11], ids=["T_equals_E", "T_differs"])
+def test_s4_padding_equals_removal(row: Row, num_tokens: int, feed: Feed) -> None:
+    logits = tokens(num_tokens)
+    valid = torch.arange(num_tokens) % 2 == 0
+    balancer, reference = row.build(E, K), row.build(E, K)
+    padded = feed(balancer, logits.where(valid[:, None], 50 * logits), valid)
+    assert padded.experts.shape == (num_tokens, K)
+    feed(reference, logits[valid])
+    assert torch.equal(next_bias(balancer), next_bias(reference))
+    assert reference.bias.any()
+
+
+@every_bias
+def test_s4_true_marks_a_real_token(row: Row, feed: Feed) -> None:
+    logits = tokens(E)
+    valid = torch.arange(E) < 3
+    real, padding, masked = row.build(E, K), row.build(E, K), row.build(E, K)
+    feed(real, logits[:3])
+    feed(padding, logits[3:])
+    feed(masked, logits, valid)
+    assert torch.equal(next_bias(masked), next_bias(real))
+    assert not torch.equal(real.bias, next_bias(padding))
+
+
+@every_gradient
+def test_s4_padding_gets_no_gradient_and_changes_none(row: Row) -> None:
+    # two sequences of four real tokens and two of padding each
+    valid = torch.tensor([True] * 4 + [False] * 2).repeat(2)
+    logits = tokens(12).double()
+    padded, real = row.build(E, K), row.build(E, K)
+    gradient = steered_gradient(padded, logits.where(valid[:, None], 50 * logits), valid)
+    expected = steered_gradient(real, logits[valid])
+    assert expected.any()
+    assert not gradient[~valid].any()
+    torch.testing.assert_close(gradient[valid], expected, rtol=1e-12, atol=1e-15)
+    if real.last_value is not None:
+        torch.testing.assert_close(padded.last_value, real.last_value, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("row", [row for row in BIAS if row.splits != "nothing"], ids=lambda row: row.name)
+def test_s5_microbatches_of_one_step_are_one_batch(row: Row, feed: Feed) -> None:
+    whole, parts = row.build(E, K), row.build(E, K)
+    logits = tokens(4 * 9)
+    for _step in range(2):
+        feed(whole, logits)
+        for microbatch in logits.split(9):
+            feed(parts, microbatch)
+        assert torch.equal(next_bias(whole), next_bias(parts))
+
+
+@pytest.mark.parametrize("row", [row for row in BIAS if row.splits == "ranks"], ids=lambda row: row.name)
+def test_s5_ranks_of_one_step_are_one_batch(row: Row, feed: Feed) -> None:
+    whole = row.build(E, K)
+    ranks = [[row.build(E, K)] for _ in range(4)]
+    logits = tokens(4 * 9)
+    for _step in range(2):
+        feed(whole, logits)
+        for (balancer,), shard in zip(ranks, logits.split(9), strict=True):
+            feed(balancer, shard)
+        simulate_ranks(ranks)
+        next_bias(whole)
+        assert all(torch.equal(balancer.bias, whole.bias) for (balancer,) in ranks)
+
+
+@every_bias
+@pytest.mark.parametrize("container", [list, nn.ModuleList, iter], ids=["list", "model", "iterator"])
+def test_s7_frozen_layers_between_moving_ones(row: Row, container: Callable[[Any], Any], feed: Feed) -> None:
+    layers = [row.build(E, K), row.build(E, K, frozen=True), row.build(E, K)]
+    alone = row.build(E, K)
+    for layer in (*layers, alone):
+        feed(layer, tokens(20))
+    update_balancers(container(layers))
+    assert torch.equal(layers[0].bias, next_bias(alone))
+    assert torch.equal(layers[2].bias, alone.bias)
+    assert not layers[1].bias.any()
+
+
+def test_s7_rank_without_layers_has_nothing_to_do() -> None:
+    update_balancers([])
+    update_balancers(nn.Linear(2, 2))
+
+
+@every_bias
+@pytest.mark.parametrize("how", ["no_forward", "no_tokens", "all_masked"])
+def test_s8_shard_without_tokens_contributes_nothing(row: Row, how: str, feed: Feed) -> None:
+    alone, empty, full = row.build(E, K), row.build(E, K), row.build(E, K)
+    if how == "no_tokens":
+        feed(empty, tokens(0))
+    if how == "all_masked":
+        feed(empty, tokens(5, seed=1), torch.zeros(5, dtype=torch.bool))
+    for each in (alone, full):
+        feed(each, tokens(20))
+    simulate_ranks([[empty], [full]])
+    assert torch.equal(full.bias, next_bias(alone))
+    assert torch.equal(empty.bias, alone.bias)
+
+
+@every_bias
+def test_s8_empty_microbatch_changes_nothing(row: Row, feed: Feed) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    feed(balancer, tokens(0))
+    for each in (balancer, reference):
+        feed(each, tokens(20))
+    feed(balancer, tokens(5, seed=1), torch.zeros(5, dtype=torch.bool))
+    assert torch.equal(next_bias(balancer), next_bias(reference))
+
+
+@every_gradient
+@pytest.mark.parametrize("num_tokens", [0, 6], ids=["no_tokens", "all_masked"])
+def test_s8_microbatch_without_valid_tokens_steers_nothing(row: Row, num_tokens: int) -> None:
+    balancer = row.build(E, K)
+    before = {name: tensor.clone() for name, tensor in tensors(balancer).items()}
+    gradient = steered_gradient(balancer, tokens(num_tokens), torch.zeros(num_tokens, dtype=torch.bool))
+    assert gradient.shape == (num_tokens, E)
+    assert not gradient.any()
+    assert all(torch.equal(tensors(balancer)[name], tensor) for name, tensor in before.items())
+
+
+@every_bias
+@pytest.mark.parametrize("how", ["constructor", "attribute"])
+def test_s9_no_counter_grows_while_frozen(row: Row, how: str, feed: Feed) -> None:
+    balancer = row.build(E, K, frozen=True) if how == "constructor" else row.build(E, K)
+    balancer.frozen = True
+    before = snapshot(balancer)
+    for seed in range(20):
+        logits = tokens(4, seed).requires_grad_()
+        feed(balancer, logits).weights.sum().backward()
+    assert snapshot(balancer) == before
+
+
+@every_bias
+@pytest.mark.parametrize("bias", [[0.0] * E, [3.0, 3, 3, -3, 3, 3, 3, -3]], ids=["zero", "uncentred"])
+def test_s10_update_without_forward_keeps_the_bias(row: Row, bias: list[float], feed: Feed) -> None:
+    balancer = row.build(E, K)
+    balancer.bias.copy_(torch.tensor(bias))
+    assert next_bias(balancer).tolist() == bias
+    feed(balancer, tokens(20))
+    moved = next_bias(balancer)
+    assert torch.equal(next_bias(balancer), moved)
+    assert moved.tolist() != bias
+
+
+@every_bias
+@pytest.mark.parametrize("how", ["frozen", "eval"])
+def test_s11_teacher_neither_observes_nor_updates(row: Row, how: str, feed: Feed) -> None:
+    teacher, student = row.build(E, K), row.build(E, K)
+    teacher.bias.copy_(torch.linspace(-1, 2, E))
+    if how == "frozen":
+        teacher.frozen = True
+    else:
+        teacher.eval()
+    before = snapshot(teacher)
+    for each in (teacher, student):
+        feed(each, tokens(20))
+    assert teacher.tally is None
+    update_balancers([teacher, student])
+    assert snapshot(teacher) == before
+    assert student.bias.any()
+
+
+@every_bias
+def test_freezing_in_the_middle_of_a_step_drops_what_was_seen(row: Row, feed: Feed) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    feed(balancer, tokens(20, seed=1))
+    balancer.frozen = True
+    assert not next_bias(balancer).any()
+    balancer.frozen = False
+    for each in (balancer, reference):
+        feed(each, tokens(20))
+    assert torch.equal(next_bias(balancer), next_bias(reference))
+
+
+@every_bias
+def test_observe_counts_what_no_tally_has_counted(row: Row, feed: Feed) -> None:
+    fused, alone, foreign = row.build(E, K), row.build(E, K), row.build(E, K)
+    other = row.build(E, K)
+    logits = tokens(20)
+    feed(fused, logits)
+    alone.observe(route(logits, alone.bias, K))
+    foreign.observe(route(logits, foreign.bias, K, tally=other.tally))
+    expected = next_bias(fused)
+    assert torch.equal(next_bias(alone), expected)
+    assert torch.equal(next_bias(foreign), expected)
+
+
+# ---- estimators at their edges
+
+
+@every_bias
+def test_e1_target_that_is_no_integer(row: Row, feed: Feed) -> None:
+    balancer = row.build(8, 2)
+    feed(balancer, tokens(10))
+    assert next_bias(balancer).isfinite().all()
+    assert balancer.bias.unique().numel() > 1
+
+
+@every_balancer
+@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 8), (4, 6), (8, 0), (8, -1), (1, 1)])
+def test_e2_no_cutoff_is_an_error_with_both_numbers(row: Row, num_experts: int, top_k: int) -> None:
+    with pytest.raises(ValueError, match=rf"top_k={top_k} and num_experts={num_experts}"):
+        row.build(num_experts, top_k)
+
+
+@every_bias
+def test_e3_wide_bias_clamps_no_margin(row: Row, feed: Feed) -> None:
+    balancer = row.build(4, 2)
+    balancer.bias.copy_(torch.tensor([3.0, 3.0, 3.0, -3.0]))
+    # saturated scores reach both ends of the range
+    feed(balancer, torch.cat([tokens(30, num_experts=4), 400 * tokens(30, 1, num_experts=4)]))
+    assert next_bias(balancer).isfinite().all()
+    assert balancer.diagnostics().get("clamped_share", torch.tensor(0.0)) == 0.0
+
+
+DEGENERATE = {
+    "all_equal": torch.zeros(24, 5),
+    "one_expert": torch.tensor([9.0, 0, 0, 0, 0]).repeat(24, 1),
+    "one_token": torch.tensor([[0.3, -0.2, 0.1, 0.5, -0.9]]),
+    "saturated": torch.tensor([1e4, 1e4, -1e4, -1e4, -1e4]).repeat(24, 1),
+    "saturated_apart": 1e4 * (2 * torch.eye(5) - 1).repeat(5, 1),
+    "all_zero_scores": torch.full((24, 5), -3e38),
+    "all_one_scores": torch.full((24, 5), 3e38),
+}
+every_degenerate = pytest.mark.parametrize("kind", DEGENERATE)
+
+
+@every_bias
+@every_degenerate
+def test_e7_degenerate_scores_give_a_finite_bias(row: Row, kind: str, feed: Feed) -> None:
+    balancer = row.build(5, 2)
+    for _step in range(3):
+        routing = feed(balancer, DEGENERATE[kind])
+        assert next_bias(balancer).isfinite().all()
+    assert routing.load.sum() == 2 * len(DEGENERATE[kind])
+
+
+@every_gradient
+@every_degenerate
+def test_e7_degenerate_scores_give_a_finite_gradient(row: Row, kind: str) -> None:
+    logits = DEGENERATE[kind]
+    pairs = logits.repeat_interleave(2, 0)
+    balancer = row.build(5, 2)
+    assert steered_gradient(balancer, pairs).isfinite().all()
+    assert balancer.last_value is None or balancer.last_value.isfinite()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_cast(row: Row, how: str) -> Any:
+    """A balancer with something half-precise about its model."""
+    if how == "built_under_bf16":
+        with default_dtype(torch.bfloat16):
+            return row.build(E, K)
+    model = nn.ModuleList([row.build(E, K)])
+    return {"bf16": model.bfloat16, "half": model.half, "to_bf16": lambda: model.to(torch.bfloat16)}[how]()[0]
+
+
+every_cast = pytest.mark.parametrize("how", ["to_bf16", "bf16", "half", "built_under_bf16"])
+
+
+@every_bias
+@every_cast
+def test_e9_bias_is_fp32_whatever_the_model_is(row: Row, how: str, feed: Feed) -> None:
+    balancer, reference = build_cast(row, how), row.build(E, K)
+    start = torch.linspace(-0.5, 0.5, E)
+    for each in (balancer, reference):
+        each.bias.copy_(start)
+        feed(each, tokens(20))
+    assert all(tensor.dtype == tensors(reference)[name].dtype for name, tensor in tensors(balancer).items())
+    assert torch.equal(next_bias(balancer), next_bias(reference))
+    assert balancer.bias.dtype == torch.float32
+
+
+@every_bias
+@every_cast
+def test_e9_a_small_move_is_not_rounded_away(row: Row, how: str) -> None:
+    balancer = build_cast(row, how)
+    balancer.bias.fill_(0.5)
+    balancer.ema, balancer.centre = 0.0, False
+    balancer.adopt(torch.full((E,), 0.501))
+    torch.testing.assert_close(balancer.bias, torch.full((E,), 0.501), rtol=0, atol=1e-7)
+
+
+@every_bias
+def test_e9_whole_step_under_default_bf16(row: Row, feed: Feed) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    feed(reference, tokens(20))
+    expected = next_bias(reference)
+    logits = tokens(20)
+    with default_dtype(torch.bfloat16):
+        feed(balancer, logits)
+        update_balancers([balancer])
+    assert torch.equal(balancer.bias, expected)
+
+
+@every_gradient
+def test_e9_steering_under_default_bf16(row: Row) -> None:
+    logits = tokens(20)
+    expected = steered_gradient(row.build(E, K), logits)
+    with default_dtype(torch.bfloat16):
+        balancer = row.build(E, K)
+        assert torch.equal(steered_gradient(balancer.bfloat16(), logits), expected)
+
+
+@every_balancer
+def test_e10_meta_device_then_to_empty(row: Row, feed: Feed) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([row.build(E, K)])
+    balancer, reference = model.to_empty(device="cpu")[0], row.build(E, K)
+    for tensor in tensors(balancer).values():
+        # what uninitialised memory may hold
+        tensor.fill_(-7)
+    balancer.reset_parameters()
+    assert snapshot(balancer) == snapshot(reference)
+    for each in (balancer, reference):
+        observe_once(each, feed, tokens(20))
+    assert snapshot(balancer) == snapshot(reference)
+    update_balancers([balancer, reference])
+    assert snapshot(balancer) == snapshot(reference)
+
+
+@every_bias
+def test_e11_resume_gives_the_same_bits(row: Row, feed: Feed) -> None:
+    balancer = row.build(E, K)
+    feed(balancer, tokens(20))
+    update_balancers([balancer])
+    saved = copy.deepcopy(nn.ModuleList([balancer]).state_dict())
+    assert list(saved) == ["0.bias"]
+    resumed = nn.ModuleList([row.build(E, K)])
+    resumed.load_state_dict(saved)
+    for each in (balancer, resumed[0]):
+        feed(each, tokens(20, seed=1))
+    assert torch.equal(next_bias(resumed[0]), next_bias(balancer))  # type: ignore[arg-type]
+
+
+@every_bias
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_e11_checkpoint_without_bias_is_an_error(row: Row, strict: bool, nested: bool) -> None:
+    balancer = row.build(E, K)
+    model = nn.ModuleDict({"layer": nn.ModuleDict({"balancer": balancer})}) if nested else balancer
+    name = "layer.balancer.bias" if nested else "bias"
+    with pytest.raises(RuntimeError, match=rf"no selection bias {name}"):
+        model.load_state_dict({}, strict=strict)
+
+
+@every_gradient
+def test_e11_gradient_balancers_save_nothing(row: Row) -> None:
+    balancer = row.build(E, K)
+    steered_gradient(balancer, tokens(8))
+    assert not balancer.state_dict()
+    balancer.load_state_dict({})
+
+
+@every_bias
+def test_e12_same_experts_in_train_and_eval(row: Row, feed: Feed) -> None:
+    balancer = row.build(E, K)
+    balancer.bias.copy_(torch.linspace(1, -1, E))
+    logits = tokens(20)
+    trained = feed(balancer, logits)
+    with torch.no_grad():
+        evaluated = feed(balancer.eval(), logits)
+    assert torch.equal(trained.experts, evaluated.experts)
+    assert torch.equal(trained.weights, evaluated.weights)
+    assert not torch.equal(trained.experts, route(logits, None, K).experts)
+
+
+@every_bias
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_e13_bad_row_raises_before_anything_is_counted(row: Row, value: float, feed: Feed) -> None:
+    balancer = row.build(E, K)
+    feed(balancer, tokens(20))
+    before = snapshot(balancer)
+    logits = tokens(5000)
+    logits[4900, 3] = value
+    with pytest.raises(ValueError, match="NaN or infinity in 1 of 5000 tokens"):
+        feed(balancer, logits)
+    assert snapshot(balancer) == before
+
+
+@every_balancer
+def test_e14_addresses_stay_over_update_and_reset(row: Row, feed: Feed) -> None:
+    balancer = row.build(E, K)
+    observe_once(balancer, feed, tokens(20))
+    held = {name for name in tensors(balancer) if not name.endswith("last_value")}
+    before = {name: tensors(balancer)[name].data_ptr() for name in held}
+    for _step in range(3):
+        update_balancers([balancer])
+        observe_once(balancer, feed, tokens(20))
+        balancer.reset()
+        observe_once(balancer, feed, tokens(20))
+    assert {name: tensors(balancer)[name].data_ptr() for name in held} == before
+
+
+# ---- losses and gradients
+
+
+@gshards
+def test_g5_layers_are_never_pooled(row: Row) -> None:
+    # K=1 of 2 experts, each layer collapsed on another expert
+    layers = [row.build(2, 1), row.build(2, 1)]
+    for layer, favourite in zip(layers, (0, 1), strict=True):
+        logits = torch.full((8, 2), -40.0, dtype=torch.float64)
+        logits[:, favourite] = 40.0
+        steer(layer, logits.requires_grad_())
+    assert [layer.last_value.item() for layer in layers] == pytest.approx([2.0, 2.0], rel=1e-12)
+
+
+def balanced(num_sequences: int, num_experts: int = 8) -> Tensor:
+    """Logits whose top 2 are a balanced load within every sequence."""
+    first = torch.arange(num_experts)
+    logits = torch.zeros(num_experts, num_experts)
+    logits[first, first] = 2.0
+    logits[first, (first + 1) % num_experts] = 1.0
+    return logits.repeat(num_sequences, 1)
+
+
+@gshards
+@pytest.mark.parametrize("underflow", [0.0, 57.6, 200.0], ids=["plain", "scores_1e-25", "scores_zero"])
+def test_g6_g7_balanced_loss_is_the_coefficient(row: Row, underflow: float) -> None:
+    balancer = row.build(8, 2)
+    # picked by logit, so that the load is balanced even where every score is zero
+    logits = (balanced(2) - underflow).requires_grad_()
+    routing = balancer.steer(route(logits, None, 2, selection="logit", num_sequences=2))
+    assert routing.load.tolist() == [4] * 8
+    assert balancer.last_value == 1.0
+    assert routing.penalty == torch.tensor(balancer.coefficient)
+    if underflow:
+        assert routing.scores.max() < 1e-24
+
+
+@every_bias
+def test_g9_weights_are_unbiased_and_the_bias_has_no_gradient(row: Row, feed: Feed) -> None:
+    balancer = row.build(E, K)
+    balancer.bias.copy_(torch.linspace(1, -1, E))
+    logits = tokens(20).requires_grad_()
+    routing = feed(balancer, logits)
+    assert torch.equal(routing.weights, routing.scores.gather(1, routing.experts))
+    routing.weights.sum().backward()
+    assert not list(balancer.parameters())
+    assert not balancer.bias.requires_grad
+    assert balancer.bias.grad is None
+
+
+@every_gradient
+@pytest.mark.parametrize("normalise", [True, False])
+def test_steering_leaves_the_forward_bits_alone(row: Row, normalise: bool) -> None:
+    logits = tokens(20).requires_grad_()
+    bias = torch.linspace(0.3, -0.3, E)
+    plain = route(logits, bias, K, normalise=normalise, num_sequences=2)
+    steered = row.build(E, K).steer(plain)
+    for name in ("experts", "weights", "cutoff", "load"):
+        assert torch.equal(getattr(steered, name), getattr(plain, name)), name
+
+
+@every_gradient
+def test_g8_router_gradient_is_not_zero(row: Row) -> None:
+    # 22 * K / E is no integer, so no expert is exactly balanced
+    assert (steered_gradient(row.build(E, K), tokens(22)).abs().sum(0) > 0).all()
+
+
+@every_balancer
+def test_g12_expert_without_tokens_leaves_everything_finite(row: Row, feed: Feed) -> None:
+    balancer = row.build(E, K)
+    logits = tokens(20)
+    logits[:, 3] = -90
+    logits.requires_grad_()
+    routing = feed(balancer, logits) if isinstance(balancer, BiasBalancer) else steer(balancer, logits)
+    assert routing.load[3] == 0
+    routing.weights.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    update_balancers([balancer])
+    assert all(tensor.isfinite().all() for name, tensor in tensors(balancer).items() if "buffer" not in name)
+    for metric in (max_violation, dead_share, load_cv, load_entropy):
+        assert metric(routing.load).isfinite()
+    assert dead_share(routing.load) == 1 / E
+    assert intervention_rate(routing) == 0

@@ -1,0 +1,112 @@
+"""Every config composes, and what it describes can be built."""
+
+import math
+from importlib.resources import files
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from equipoise.experiments import build
+from equipoise.experiments.moe import Router
+
+CONFIGS = files("equipoise.configs")
+
+
+def names(group):
+    return sorted(path.name[:-5] for path in CONFIGS.joinpath(group).iterdir() if path.name.endswith(".yaml"))
+
+
+def resolved(*overrides):
+    with initialize_config_module("equipoise.configs", version_base="1.3"):
+        return OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("name", names("balancer"))
+def test_every_preset_builds_and_trains_a_router(name):
+    config = resolved(f"balancer={name}")
+    assert config["balancer"]["name"] == name
+    model = build.make_model(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    model(torch.zeros(2, 8, dtype=torch.long)).square().mean().backward()
+    for router in model.routers():
+        assert (router.bias is not None) == (config["balancer"]["bias"] is not None)
+        assert (router.gradient is not None) == (config["balancer"]["gradient"] is not None)
+        assert router.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("slot", ["bias", "gradient"])
+def test_every_slot_can_be_changed_alone(slot):
+    for name in names(f"balancer/{slot}"):
+        config = resolved("balancer=eqb_lei", f"balancer/{slot}={name}")
+        routers = list(build.make_model(config).routers())
+        assert all(isinstance(router, Router) for router in routers)
+        assert (config["balancer"][slot] is None) == (name == "none")
+        assert config["balancer"]["gradient" if slot == "bias" else "bias"] is not None
+
+
+@pytest.mark.parametrize("name", names("experiment"))
+def test_every_experiment_composes_and_passes_the_check(name):
+    build.check(resolved(f"experiment={name}"))
+
+
+@pytest.mark.parametrize("group", ["model", "optim", "parallel", "tracker"])
+def test_every_option_of_a_group_passes_the_check(group):
+    for name in names(group):
+        build.check(resolved(f"{group}={name}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.top_k=32"], "top_k=32 and num_experts=32"),
+        (["model.width=0"], "model.width must be positive, got 0"),
+        (["+model.depth=3"], "model: got an unexpected keyword argument 'depth'"),
+        (["+balancer.bias.rank=3"], "balancer.bias: .*'rank'"),
+        (["balancer.bias.key=fp8"], "balancer.bias: key must be 'bf16' or 'fp32', got 'fp8'"),
+        (["balancer.bias._target_=equipoise.balancers.Nope"], "balancer.bias: .*Nope"),
+        (["balancer=histogram_qb", "model.selection=logit"], "HistogramQB needs selection='score'"),
+        (["balancer=gshard", "balancer.gradient.coefficient=0"], "balancer.gradient: coefficient must be positive"),
+        (["+balancer.extra=1"], "balancer has the keys name, bias and gradient, got extra too"),
+        (["model.num_dense_layers=3", "model.dense_width=8"], "no mixture-of-experts layer"),
+        (["optim.steps=0"], "optim.steps must be a positive whole number, got 0"),
+        (["optim.learning_rate=-1"], "optim.learning_rate must be positive, got -1"),
+        (["optim.schedule=step"], "optim.schedule must be one of cosine, linear, constant, got 'step'"),
+        (["validation.every=0"], "validation.every must be a positive whole number, got 0"),
+        (["parallel.precision=fp8"], "parallel.precision must be one of fp32, bf16, got 'fp8'"),
+        (["tracker.mode=maybe"], "tracker.mode must be offline, online or none, got 'maybe'"),
+        (["data.sequence_length=-1"], "sequence_length"),
+        (["data=text", "data.path=/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_a_bad_config_is_one_clear_error(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        build.check(resolved(*overrides))
+
+
+def test_data_shorter_than_a_step_is_refused(tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text("too short")
+    with pytest.raises(ValueError, match="tokens"):
+        build.check(resolved("data=text", f"data.path={tmp_path}"))
+
+
+def test_the_bias_is_in_no_optimizer_group():
+    config = resolved("balancer=eqb")
+    model = build.make_model(config)
+    optimizer = build.make_optimizer(config, model)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in model.parameters()}
+    assert not any(id(router.bias.bias) in held for router in model.routers())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_learning_rate_schedules():
+    optim = {"steps": 110, "learning_rate": 2.0, "warmup": 10, "schedule": "cosine", "final": 0.1}
+    assert build.learning_rate(optim, 5) == 1.0
+    assert build.learning_rate(optim, 10) == 2.0
+    assert math.isclose(build.learning_rate(optim, 60), 2 * (0.1 + 0.9 * 0.5))
+    assert math.isclose(build.learning_rate(optim, 110), 0.2)
+    assert build.learning_rate(optim | {"schedule": "constant"}, 110) == 2.0
+    assert build.learning_rate(optim | {"warmup": 0}, 1) < 2.0

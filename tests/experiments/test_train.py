@@ -1,0 +1,259 @@
+"""Runs of a tiny model: two real ranks from end to end, and one rank in this process for what needs a hand inside."""
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from equipoise.experiments import train
+from equipoise.experiments.build import make_model
+from equipoise.experiments.measure import Meter
+from equipoise.experiments.parallel import Ranks, join_ranks
+from equipoise.experiments.tracker import Tracker
+
+TIMES = ("seconds", "tokens_per_s")
+TINY = [
+    *("model.width=16", "model.num_heads=2", "model.num_layers=2", "model.num_experts=8", "model.top_k=2"),
+    *("model.expert_width=8", "model.shared_width=8", "data.sequence_length=32", "data.microbatch_sequences=2"),
+    *("data.microbatches=4", "data.validation_sequences=8", "optim.steps=12", "optim.warmup=2", "tracker=none"),
+    *("optim.learning_rate=1e-2", "validation.every=6", "checkpoint.every=4"),
+]
+
+
+def write_run(folder, *overrides, ranks=2):
+    with initialize_config_module("equipoise.configs", version_base="1.3"):
+        config = compose("config", overrides=[*TINY, f"parallel.ranks={ranks}", *overrides])
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(OmegaConf.to_container(config, resolve=True)))
+    return folder
+
+
+def torchrun(folder, ranks=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*command, "-m", "equipoise.experiments.train", str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(folder):
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows(folder)]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """This process as the only rank of a job."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    values = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """A complete run of two ranks."""
+    folder = write_run(tmp_path_factory.mktemp("runs") / "eqb_lei", "balancer=eqb_lei", "tracker=offline")
+    result = torchrun(folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_two_ranks_learn_and_leave_a_complete_record(two_ranks):
+    record = rows(two_ranks)
+    assert [row["step"] for row in record] == list(range(1, 13))
+    assert record[-1]["loss"] < record[0]["loss"] - 0.5
+    assert record[-1]["tokens"] == 12 * 4 * 2 * 32
+    assert [row["step"] for row in record if row["val_bpb"] is not None] == [6, 12]
+    summary = json.loads((two_ranks / "summary.json").read_text())
+    assert summary["val_bpb"] == record[-1]["val_bpb"]
+    assert summary["steps"] == 12
+    environment = json.loads((two_ranks / "environment.json").read_text())
+    assert environment["world_size"] == 2
+    assert environment["parameters"]["active"] < environment["parameters"]["total"]
+    assert len(environment["data"]["sha256"]) == 64
+    assert list((two_ranks / "wandb").glob("offline-run-*"))
+
+
+def test_every_token_is_counted_once_over_ranks_and_microbatches(two_ranks):
+    loads = pd.read_parquet(two_ranks / "load.parquet")
+    totals = loads.groupby(["step", "layer"])["count"].sum()
+    assert len(totals) == 12 * 2
+    assert (totals == 4 * 2 * 32 * 2).all()
+    last = loads[(loads.step == 12)].groupby("layer")["count"]
+    wanted = (last.max() / last.mean() - 1).tolist()
+    assert rows(two_ranks)[-1]["layers"]["global_maxvio"] == pytest.approx(wanted)
+
+
+def test_resume_gives_the_bits_of_a_run_that_was_not_cut(two_ranks, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(two_ranks, cut)
+    (cut / "summary.json").unlink()
+    shutil.rmtree(cut / "checkpoints" / "step-12")
+    record = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
+    # what a crash leaves behind: rows after the checkpoint, the last one half written
+    (cut / "metrics.jsonl").write_text("".join(record[:10]) + record[10][:40])
+    assert torchrun(cut).returncode == 0
+    assert timeless(cut) == timeless(two_ranks)
+    both = [pd.read_parquet(folder / "load.parquet") for folder in (cut, two_ranks)]
+    pd.testing.assert_frame_equal(*both)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(two_ranks, tmp_path):
+    again = write_run(tmp_path / "again", "balancer=eqb_lei")
+    assert torchrun(again).returncode == 0
+    assert timeless(again) == timeless(two_ranks)
+    other = write_run(tmp_path / "other", "balancer=eqb_lei", "seed=1", "optim.steps=1", ranks=1)
+    assert torchrun(other, ranks=1).returncode == 0
+    assert rows(other)[0]["loss"] != rows(two_ranks)[0]["loss"]
+
+
+def test_one_rank_sees_the_same_step_as_two(two_ranks, tmp_path, alone):
+    folder = write_run(tmp_path / "one", "balancer=eqb_lei", "optim.steps=1", ranks=1)
+    train.main(str(folder))
+    one, two = rows(folder)[0], rows(two_ranks)[0]
+    assert one["loss"] == pytest.approx(two["loss"])
+    assert one["layers"] == two["layers"]
+    assert one["local_maxvio_max"] == two["local_maxvio_max"]
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_leaves_the_bias(tmp_path, alone, monkeypatch):
+    folder = write_run(tmp_path / "run", "balancer=eqb", "optim.steps=3", "checkpoint.every=1", ranks=1)
+    plain, calls = train.language_loss, []
+
+    def poisoned(logits, tokens):
+        calls.append(1)
+        # the second step: microbatches 5 to 8 of training
+        return plain(logits, tokens) * (float("inf") if len(calls) == 6 else 1)
+
+    monkeypatch.setattr(train, "language_loss", poisoned)
+    train.main(str(folder))
+    record = rows(folder)
+    assert [row["skipped"] for row in record] == [0, 1, 1]
+    assert record[1]["bias_norm"] == record[0]["bias_norm"] != record[2]["bias_norm"]
+    assert record[1]["loss"] is None
+    assert record[2]["loss"] < 7
+    assert json.loads((folder / "summary.json").read_text())["skipped"] == 1
+
+
+def test_bf16_autocast_and_every_gradient_scope_train(tmp_path, alone):
+    for scope in ("sequence", "global"):
+        options = ["balancer=eqb_gshard", f"balancer.gradient.scope={scope}", "model.z_loss=1e-3", "optim.steps=4"]
+        folder = write_run(tmp_path / scope, *options, "parallel.precision=bf16", "optim.warmup=0", ranks=1)
+        train.main(str(folder))
+        record = rows(folder)
+        assert record[-1]["loss"] < record[0]["loss"]
+        assert record[-1]["balance_loss"] >= 1 - 1e-3
+
+
+def test_a_dense_model_has_no_balance_to_measure(tmp_path, alone):
+    options = ["balancer=none", "model.num_dense_layers=2", "model.dense_width=8", "optim.steps=2"]
+    folder = write_run(tmp_path / "dense", *options, ranks=1)
+    train.main(str(folder))
+    assert rows(folder)[-1]["val_bpb"] > 0
+    assert rows(folder)[-1]["global_maxvio"] is None
+
+
+def test_e11_a_checkpoint_without_its_bias_is_refused(tmp_path, alone):
+    folder = write_run(tmp_path / "run", "balancer=none", "optim.steps=1", ranks=1)
+    train.main(str(folder))
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["balancer"]["bias"] = {"_target_": "equipoise.balancers.SignedCount"}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match=r"step-1 lacks 2 tensors of this model: .*router\.bias\.bias"):
+        train.main(str(folder))
+
+
+def test_a_half_written_checkpoint_is_not_used(tmp_path, alone, monkeypatch):
+    folder = write_run(tmp_path / "run", "balancer=eqb", "optim.steps=8", ranks=1)
+
+    def full_disk(state, checkpoint_id):
+        if checkpoint_id.name == ".step-8":
+            raise OSError("No space left on device")
+        return save(state, checkpoint_id=checkpoint_id)
+
+    save = dcp.save
+    monkeypatch.setattr(dcp, "save", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        train.main(str(folder))
+    assert not (folder / "summary.json").exists()
+    monkeypatch.setattr(dcp, "save", save)
+    train.main(str(folder))
+    assert [row["step"] for row in rows(folder)] == list(range(1, 9))
+    assert (folder / "checkpoints" / "step-8").is_dir()
+
+
+def test_a_rank_outside_torchrun_or_in_another_world_says_so(tmp_path, alone, monkeypatch):
+    folder = write_run(tmp_path / "run", ranks=2)
+    with pytest.raises(ValueError, match=r"parallel\.ranks is 2, but torchrun has started 1 ranks"):
+        train.main(str(folder))
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ValueError, match="started by `equipoise` or by torchrun"):
+        train.main(str(folder))
+
+
+def test_local_and_global_maxvio_of_the_worked_cells(alone):
+    """Four cells that each send everything to a different one of 4 experts: local 3, global 0."""
+    with initialize_config_module("equipoise.configs", version_base="1.3"):
+        config = OmegaConf.to_container(
+            compose(
+                "config", overrides=["balancer=none", "model.num_experts=4", "model.top_k=1", "model.normalise=false"]
+            ),
+            resolve=True,
+        )
+    model = make_model(config)
+    model.init_weights(torch.Generator().manual_seed(0))
+    model(torch.zeros(1, 6, dtype=torch.long))
+    routers = list(model.routers())
+    with join_ranks({"ranks": 1}) as ranks:
+        meter = Meter(routers, ranks)
+        for cell in range(4):
+            load = torch.zeros(4, dtype=torch.int32)
+            load[cell] = 6
+            for router in routers:
+                router.last = dataclasses.replace(router.last, load=load)
+            meter.add(torch.tensor(float(cell)))
+        row, load_LE = meter.finish()
+    assert row["loss"] == 1.5
+    assert (row["local_maxvio"], row["local_maxvio_max"], row["global_maxvio"]) == (3.0, 3.0, 0.0)
+    assert row["device_maxvio"] == {"2": 0.0}
+    assert load_LE.tolist() == [[6] * 4] * 3
+
+
+def test_tracker_drops_what_comes_after_the_checkpoint(tmp_path):
+    config = {"tracker": {"mode": "none"}, "balancer": {"name": "eqb"}}
+    tracker = Tracker(tmp_path, config, 0)
+    for step in range(1, 7):
+        tracker.log({"step": step, "loss": float("nan")}, torch.full((2, 3), step))
+        if step % 2 == 0:
+            tracker.flush()
+    Tracker(tmp_path, config, 4)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    assert rows(tmp_path)[0]["loss"] is None
+    assert pd.read_parquet(tmp_path / "load.parquet").step.max() == 4
+
+
+def test_ranks_describe_themselves(alone):
+    with join_ranks({"ranks": 1}) as ranks:
+        assert isinstance(ranks, Ranks)
+        assert ranks.first
+        assert ranks.sum(torch.tensor([2.0])).item() == 2.0
