@@ -27,8 +27,7 @@ class FixedDtype(nn.Module):
         """An attribute that follows the module's device and is nobody else's business.
 
         Not a buffer: it is not saved, and DDP, which by default overwrites the buffers of all ranks with those of
-            rank 0
-        before every forward, leaves it alone.
+        rank 0 before a forward, leaves it alone.
         """
         setattr(self, name, tensor)
         self._scratch.append(name)
@@ -199,9 +198,8 @@ class GradientBalancer(Balancer):
 
     Attributes:
         loss_scale: the factor by which the mean loss over this microbatch's valid tokens enters the scalar that
-            ``backward()`` is called
-            on: 1 / (number of microbatches) under gradient accumulation, times a gradient scaler's scale. Set it
-            before the forward; what a balancer adds then scales exactly as the language-model loss does.
+            ``backward()`` is called on: 1 / (number of microbatches) under gradient accumulation, times a gradient
+            scaler's scale. Set it before the forward; what a balancer adds then scales as the language-model loss does.
         token_shards: process group of the ranks that hold different tokens; None is the default group.
         last_value: coefficient-free value of the last microbatch for the log, or None.
     """

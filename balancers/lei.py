@@ -20,11 +20,9 @@ class LEI(GradientBalancer):
         tau: where the bound sets in.
         bound: ``tanh``, or None for ``g = 1``.
         units: ``raw``: ``eta`` is in the units of a loss that is a mean over the microbatch's valid tokens, as the
-            sources write it;
-            ``per_token`` divides by their number, which makes ``eta`` independent of the size of the microbatch. The
-            two meet at
-            ``eta_per_token = eta_raw * (number of valid tokens)``. The sources do not say how their loss was
-            normalised.
+            sources write it; ``per_token`` divides by their number, which makes ``eta`` independent of the size of the
+            microbatch. The two meet at ``eta_per_token = eta_raw * (number of valid tokens)``. The sources do not say
+            how their loss was normalised.
 
     Raises:
         ValueError: ``eta`` or ``tau`` not positive, unknown ``bound`` or ``units``.

@@ -18,22 +18,21 @@ class RankAveragedQB(BiasBalancer):
     quantile of the pool. Any number of tokens; the target ``T*K/E`` is rounded up, as in the pooled estimators.
 
     Args:
-        per: ``step``: one quantile over all microbatches of a rank; ``microbatch``: one each, and the mean over
-            microbatches too (Marin, Megatron). A rank or microbatch without a valid token contributes and counts
-            nothing.
+        per: ``microbatch``: one quantile for each microbatch of a rank, and the mean over all of them (Marin,
+            Megatron); ``step``: one quantile over all microbatches of a rank. A rank or microbatch without a valid
+            token contributes and counts nothing.
         shared: ``ema``, ``centre``, ``frozen`` of ``BiasBalancer``.
 
     Raises:
         ValueError: unknown ``per``.
 
     Reference: Su, "Quantile Balancing" (blog); MARIN; Megatron-LM ``micro_batch``. They take the ``(q+1)``-th
-    smallest; here it is the
-    ``q``-th, so that every estimator in a table aims at the same token.
+    smallest; here it is the ``q``-th, so that every estimator in a table aims at the same token.
     """
 
     total: Tensor
 
-    def __init__(self, num_experts: int, top_k: int, *, per: str = "step", **shared: Any) -> None:
+    def __init__(self, num_experts: int, top_k: int, *, per: str = "microbatch", **shared: Any) -> None:
         super().__init__(num_experts, top_k, **shared)
         if per not in ("step", "microbatch"):
             raise ValueError(f"per must be 'step' or 'microbatch', got {per!r}")

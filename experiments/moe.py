@@ -52,8 +52,8 @@ class Router(nn.Module):
         super().__init__()
         if normalise and top_k == 1:
             raise ValueError(
-                "with top_k=1 a normalised gate weight is always 1, so the router would get no gradient from the model's "
-                "loss; set normalise=false"
+                "with top_k=1 a normalised gate weight is always 1, so the router would get no gradient from the "
+                "model's loss; set normalise=false"
             )
         if bias is not None and bias.needs_bounded_scores and selection != "score":
             raise ValueError(f"{type(bias).__name__} needs selection='score', got selection={selection!r}")

@@ -108,9 +108,9 @@ class Progress:
     @contextmanager
     def job(self, index: int, label: str, metrics: Path, steps: int) -> Iterator[None]:
         """Follow ``metrics`` of a job of ``steps`` optimizer steps until the block ends."""
-        view = _JobView(self, index, label, MetricsTail(metrics), steps, self._clock())
+        view = _JobView(self.prefix(index), index, label, MetricsTail(metrics), steps, self._clock())
         stop = threading.Event()
-        thread = threading.Thread(target=view.follow, args=(stop,), daemon=True)
+        thread = threading.Thread(target=self._follow, args=(view, stop), daemon=True)
         thread.start()
         try:
             yield
@@ -119,14 +119,20 @@ class Progress:
             thread.join()
         self.durations.append(self._clock() - view.started)
 
-    def show(self, view: "_JobView") -> None:
+    def _follow(self, view: "_JobView", stop: threading.Event) -> None:
+        """Poll until ``stop`` is set, and once more for what came last."""
+        while not stop.wait(POLL_SECONDS):
+            self._show(view)
+        self._show(view)
+
+    def _show(self, view: "_JobView") -> None:
         """Draw the live lines, or the plain one if it is due."""
+        view.tail.poll()
         with self._lock:
             if self._live:
                 self._live.update(Group(view.line(self.console.width), self._sweep_line(view)), refresh=True)
-            elif view.due:
+            elif view.due(self._clock()):
                 self.print(view.plain_line())
-                view.shown(self._clock())
 
     def _sweep_line(self, view: "_JobView") -> Text:
         if self.total == 1:
@@ -138,48 +144,37 @@ class Progress:
 
     def _seconds_left(self, view: "_JobView") -> str:
         """Of the sweep: this job's rest, and for each job to come the mean of those that ran."""
+        elapsed = self._clock() - view.started
         job_left = view.tail.seconds_left(view.steps)
-        if job_left is None or self.total is None:
+        durations = self.durations or ([] if job_left is None else [elapsed + job_left])
+        if self.total is None or not durations:
             return ""
-        durations = self.durations or [self._clock() - view.started + job_left]
-        rest = (self.total - view.index) * sum(durations) / len(durations)
-        return f"{format_seconds(job_left + rest)} left"
+        mean = sum(durations) / len(durations)
+        job_left = max(mean - elapsed, 0.0) if job_left is None else job_left
+        return f"{format_seconds(job_left + (self.total - view.index) * mean)} left"
 
 
 class _JobView:
     """One job that runs: its tail and the lines made of it."""
 
-    def __init__(
-        self, progress: Progress, index: int, label: str, tail: MetricsTail, steps: int, started: float
-    ) -> None:
-        self.progress, self.index, self.label, self.tail, self.steps = progress, index, label, tail, steps
+    def __init__(self, prefix: str, index: int, label: str, tail: MetricsTail, steps: int, started: float) -> None:
+        self.prefix, self.index, self.label, self.tail, self.steps = prefix, index, label, tail, steps
         self.started = started
         self._shown_at = started
         self._shown_step = 0
 
-    def follow(self, stop: threading.Event) -> None:
-        """Poll until ``stop`` is set, and once more for what came last."""
-        while not stop.wait(POLL_SECONDS):
-            self.tail.poll()
-            self.progress.show(self)
-        self.tail.poll()
-        self.progress.show(self)
-
-    @property
-    def due(self) -> bool:
-        """Whether a plain line is due: enough time has passed, or the last step is there."""
-        if self.tail.step == self._shown_step:
-            return False
-        waited = self.progress._clock() - self._shown_at
-        return waited >= PLAIN_SECONDS or self.tail.step >= self.steps
-
-    def shown(self, now: float) -> None:
-        """Note that the last row has been printed."""
-        self._shown_at, self._shown_step = now, self.tail.step
+    def due(self, now: float) -> bool:
+        """Whether to print a plain line at ``now``: some time has passed since the last, or the last step is there."""
+        due = self.tail.step != self._shown_step and (
+            now - self._shown_at >= PLAIN_SECONDS or self.tail.step >= self.steps
+        )
+        if due:
+            self._shown_at, self._shown_step = now, self.tail.step
+        return due
 
     def plain_line(self) -> str:
         """``[3/24] eqb-s2 step 50/150 loss 2.41 global 0.75 local 1.49 41k tok/s 12 s left``"""
-        return " ".join([self.progress.prefix(self.index), self.label, *self._facts()])
+        return " ".join([self.prefix, self.label, *self._facts()])
 
     def line(self, width: int) -> Text:
         """The live line, cut at ``width`` columns; the name gives way first."""

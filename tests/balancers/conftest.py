@@ -4,12 +4,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from torch import Tensor
 
 from equipoise.balancers import BiasBalancer
 from equipoise.kernels import Routing, route
 
 Feed = Callable[..., Routing]
+
+# these tensors are small: a second thread only waits for the first
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -448,10 +448,10 @@ def test_e1_target_that_is_no_integer(row: Row, feed: Feed) -> None:
 
 
 @every_balancer
-@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 8), (4, 6), (8, 0), (8, -1), (1, 1)])
-def test_e2_no_cutoff_is_an_error_with_both_numbers(row: Row, num_experts: int, top_k: int) -> None:
-    with pytest.raises(ValueError, match=rf"top_k={top_k} and num_experts={num_experts}"):
-        row.build(num_experts, top_k)
+def test_e2_no_cutoff_is_an_error_with_both_numbers(row: Row) -> None:
+    for num_experts, top_k in [(8, 8), (4, 6), (8, 0), (8, -1), (1, 1)]:
+        with pytest.raises(ValueError, match=rf"top_k={top_k} and num_experts={num_experts}"):
+            row.build(num_experts, top_k)
 
 
 @every_bias

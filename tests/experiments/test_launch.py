@@ -1,0 +1,410 @@
+"""The command: composing, the checks before training, the ledger, real ranks that fail, and stopping."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from equipoise.experiments import jobs, launch, runs
+from equipoise.experiments.ranks import RankError
+
+BALANCERS = "none signed_count gshard rank_averaged_qb histogram_qb eqb eqb_gshard eqb_lei".split()
+DEADLINE_SECONDS = 120.0
+
+# a trainer that trains nothing; the ranks are new processes, so it has to be a module that they can import
+STAND_IN = """
+import json, os, sys, time
+from pathlib import Path
+
+from equipoise.experiments import launch, runs
+
+
+def validate(config):
+    pass
+
+
+def main(run_folder):
+    folder, rank = Path(run_folder), int(os.environ["RANK"])
+    seed = runs.load_config(folder)["seed"]
+    print("rank", rank, "of", os.environ["WORLD_SIZE"], "threads", os.environ["OMP_NUM_THREADS"])
+    if rank == 1 and seed == 1:
+        raise RuntimeError("boom,\\nloudly")
+    if rank == 1 and seed == 2:
+        os.kill(os.getpid(), 9)
+    if rank == 0:
+        row = {"step": 1, "tokens": 64, "loss": 2.0, "seconds": 0.1, "global_maxvio": 1.0, "local_maxvio": 2.0}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+    while "STAND_IN_WAITS" in os.environ:
+        time.sleep(0.05)
+    if rank == 0:
+        runs.write_json(folder / "summary.json", {"val_bpb": 2.5})
+
+
+if __name__ == "__main__":
+    import stand_in
+
+    sys.exit(launch.main(stand_in))
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory with a stand-in for the trainer in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    return tmp_path
+
+
+def compose(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> launch.Composed:
+    monkeypatch.setattr(sys, "argv", ["equipoise", *arguments])
+    return launch.compose()
+
+
+def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "stand_in.py", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # a shell starts what runs in its background with Ctrl-C ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "gave up waiting"
+        time.sleep(0.02)
+
+
+# composing
+
+
+@pytest.mark.parametrize(
+    ("experiment", "balancers", "num_jobs"),
+    [
+        ("paper_table", BALANCERS, 24),
+        ("quick", ["none", "rank_averaged_qb", "eqb", "eqb_lei"], 4),
+        ("smoke", ["none", "eqb"], 2),
+    ],
+)
+def test_experiment_composes(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, experiment: str, balancers: list[str], num_jobs: int
+) -> None:
+    composed = compose(monkeypatch, f"experiment={experiment}")
+    assert composed.sweep
+    assert len(composed.configs) == num_jobs
+    assert list(dict.fromkeys(config["balancer"]["name"] for config in composed.configs)) == balancers
+    assert {config["name"] for config in composed.configs} == {experiment}
+    # nothing but Hydra's record of the sweep
+    assert [path.name for path in (workplace / "runs" / experiment).iterdir()] == ["multirun.yaml"]
+
+
+def test_override_replaces_what_an_experiment_sweeps(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed = compose(monkeypatch, "experiment=paper_table", "seed=7", "balancer=eqb,none", "name=mine")
+    assert [runs.run_label(config) for config in composed.configs] == ["eqb-s7", "none-s7"]
+    assert {config["name"] for config in composed.configs} == {"mine"}
+
+
+def test_single_run_leaves_nothing(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed = compose(monkeypatch, "balancer=none", "seed=3")
+    assert not composed.sweep
+    assert [runs.run_label(config) for config in composed.configs] == ["none-s3"]
+    assert sorted(path.name for path in workplace.iterdir()) == ["stand_in.py"]
+
+
+def test_config_dir_adds_presets(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workplace / "mine" / "balancer").mkdir(parents=True)
+    (workplace / "mine" / "balancer" / "own.yaml").write_text("name: own\nbias: null\ngradient: null\n")
+    composed = compose(monkeypatch, "--config-dir", "mine", "-m", "balancer=own,eqb")
+    assert [config["balancer"]["name"] for config in composed.configs] == ["own", "eqb"]
+
+
+def test_cfg_prints_the_config(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["equipoise", "--cfg", "job", "seed=5"])
+    assert launch.main() == 0
+    assert "seed: 5" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("sede=1", ["'sede' at the top", "seed, tracker"]),
+        ("tracker.mod=none", ["'mod' in tracker", "entity, mode, project"]),
+        ("tracker=onlin", ["tracker/onlin", "offline", "online"]),
+        ("balancer=eqb,none", ["--multirun"]),
+        ("seed=???", ["Missing mandatory value: seed"]),
+        ("seed", ["missing EQUAL"]),
+    ],
+)
+def test_config_errors_name_what_is_valid(
+    workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argument: str,
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["equipoise", argument])
+    assert launch.main() == 1
+    errors = capsys.readouterr().err
+    assert all(text in errors for text in expected), errors
+    assert "Traceback" not in errors
+
+
+# checks and ledger, with ranks that are functions
+
+
+def config_of(seed: int = 0, ranks: Any = 2, **sections: Any) -> dict[str, Any]:
+    return {
+        "name": "table",
+        "runs": "runs",
+        "seed": seed,
+        "launch": True,
+        "balancer": {"name": "eqb"},
+        "data": {"microbatches": 8},
+        "optim": {"steps": 1},
+        "parallel": {"ranks": ranks},
+        "report": {"tail": 1.0},
+    } | sections
+
+
+def refuse(config: dict[str, Any]) -> None:
+    if config["optim"]["steps"] < 1:
+        raise ValueError(f"optim.steps: expected a positive number, got {config['optim']['steps']}")
+
+
+TRAINER = SimpleNamespace(validate=refuse, main=None)
+
+
+def finish(main: Any, folder: Path, ranks: int) -> None:
+    """What two ranks leave."""
+    row = '{"step": 1, "tokens": 64, "global_maxvio": 1.0, "local_maxvio": null, "seconds": 0.1}\n'
+    (folder / "metrics.jsonl").write_text(row)
+    runs.write_json(folder / "summary.json", {"val_bpb": 2.5})
+
+
+def run(configs: list[dict[str, Any]], sweep: bool = True) -> tuple[int, list[str]]:
+    out = io.StringIO()
+    status = jobs.run_all(configs, sweep=sweep, trainer=TRAINER, console=Console(file=out, width=200))
+    return status, out.getvalue().splitlines()
+
+
+@pytest.fixture
+def started(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the folders in which ranks were started, in order; the ranks do as ``finish``."""
+    names: list[str] = []
+
+    def run_ranks(main: Any, folder: Path, ranks: int) -> None:
+        names.append(folder.name)
+        finish(main, folder, ranks)
+
+    monkeypatch.setattr(jobs, "run_ranks", run_ranks)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "microbatches", "expected"),
+    [("auto", 0, 8, 2), ("auto", 0, 3, 1), ("auto", 4, 8, 4), ("auto", 3, 8, 2), ("auto", 16, 8, 8), (4, 0, 8, 4)],
+)
+def test_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any, gpus: int, microbatches: int, expected: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    settled = jobs.settle_ranks(config_of(ranks=ranks, data={"microbatches": microbatches}))
+    assert settled["parallel"]["ranks"] == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "microbatches", "message"),
+    [
+        (0, 0, 8, "auto or a positive whole number, got 0"),
+        (-1, 0, 8, "got -1"),
+        (1.5, 0, 8, "got 1.5"),
+        (True, 0, 8, "got True"),
+        ("all", 0, 8, "got 'all'"),
+        (4, 2, 8, "at most 2, the GPUs that are visible here, got 4"),
+        (3, 0, 8, r"data\.microbatches=8 .* multiple of parallel\.ranks=3"),
+        (2, 0, "8", r"data\.microbatches: expected a positive whole number, got '8'"),
+    ],
+)
+def test_ranks_refused(monkeypatch: pytest.MonkeyPatch, ranks: Any, gpus: int, microbatches: Any, message: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=message):
+        jobs.settle_ranks(config_of(ranks=ranks, data={"microbatches": microbatches}))
+
+
+def test_single_run_and_its_second_call(started: list[str]) -> None:
+    status, lines = run([config_of()], sweep=False)
+    assert status == 0
+    assert "val_bpb 2.500, MaxVio global 1.00 local nan from step 1" in lines[-2]
+    assert lines[-1] == f"runs/table/{started[0]}"
+    stored = runs.load_config(Path(lines[-1]))
+    assert stored["parallel"]["ranks"] == 2
+    assert "launch" not in stored
+    status, lines = run([config_of()], sweep=False)
+    assert status == 0
+    assert "was done before" in lines[0]
+    assert len(started) == 1
+
+
+def test_sweep_skips_what_is_done_and_resumes_what_was_cut(started: list[str]) -> None:
+    assert run([config_of(seed=0), config_of(seed=1)])[0] == 0
+    first = list(started)
+    cut = Path("runs/table") / first[1]
+    (cut / "summary.json").unlink()
+    (cut / "checkpoints").mkdir()
+    status, lines = run([config_of(seed=seed) for seed in range(3)])
+    assert status == 0
+    assert started[2:3] == first[1:]
+    assert len(started) == 4
+    assert (cut / "checkpoints").is_dir()
+    assert [line[:12] for line in lines if line.startswith("[")] == [f"[{n}/3] eqb-s{n - 1}" for n in (1, 2, 3)]
+    assert Path("runs/table/report/table.csv").is_file()
+
+
+def test_bad_config_is_named_before_training_and_others_run(started: list[str]) -> None:
+    status, lines = run([config_of(seed=0, optim={"steps": 0}), config_of(seed=1)])
+    assert status == 1
+    assert lines[:2] == ["1 of 2 jobs failed:", "  eqb-s0: optim.steps: expected a positive number, got 0"]
+    assert lines[-2:] == lines[:2]
+    assert [name[:6] for name in started] == ["eqb-s1"]
+
+
+def test_bad_config_of_a_single_run_raises(started: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"optim\.steps: expected a positive number, got 0"):
+        run([config_of(optim={"steps": 0})], sweep=False)
+    assert not Path("runs").exists()
+
+
+def test_folder_of_another_config_is_an_error(started: list[str]) -> None:
+    run([config_of()])
+    path = Path("runs/table") / started[0] / "config.yaml"
+    path.write_text(path.read_text().replace("microbatches: 8", "microbatches: 16"))
+    status, lines = run([config_of()])
+    assert status == 1
+    assert "data.microbatches is 16 there and 8 here" in lines[1]
+    assert len(started) == 1
+
+
+def test_failed_job_is_recorded_and_does_not_stop_the_sweep(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_ranks(main: Any, folder: Path, ranks: int) -> None:
+        if "-s0-" in folder.name:
+            raise RankError("RuntimeError: boom", 1, folder / "log/1/rank1.err")
+        if "-s1-" in folder.name:
+            raise OSError("no port")
+        if "-s2-" not in folder.name:
+            finish(main, folder, ranks)
+
+    monkeypatch.setattr(jobs, "run_ranks", run_ranks)
+    status, lines = run([config_of(seed=seed) for seed in range(4)])
+    folders = sorted(Path("runs/table").glob("eqb-*"))
+    assert status == 1
+    assert runs.read_json(folders[0] / "failed.json")["rank"] == 1
+    assert lines[-4:] == [
+        "3 of 4 jobs failed:",
+        f"  eqb-s0: rank 1: RuntimeError: boom (log: {folders[0]}/log/1/rank1.err)",
+        "  eqb-s1: OSError: no port",
+        "  eqb-s2: the ranks ended, but wrote no summary.json",
+    ]
+    assert runs.run_state(folders[3]) == runs.RunState.DONE
+
+
+def test_launch_false_writes_folders_and_prints_commands(started: list[str]) -> None:
+    status, lines = run([config_of(seed=seed, launch=False) for seed in range(2)])
+    folders = sorted(Path("runs/table").iterdir())
+    assert status == 0
+    assert lines == [f"torchrun --nproc-per-node=2 -m equipoise.experiments.train {folder}" for folder in folders]
+    assert runs.run_state(folders[0]) == runs.RunState.CUT
+    assert not started
+
+
+def test_under_torchrun_is_an_error(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=r"torchrun .* -m equipoise\.experiments\.train"):
+        run([config_of()])
+
+
+def test_run_for_a_plugin(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jobs.run_one(config_of(), TRAINER) == 2.5
+    monkeypatch.setattr(jobs, "run_ranks", lambda main, folder, ranks: None)
+    with pytest.raises(RuntimeError, match=r"eqb-s1: the ranks ended, but wrote no summary\.json"):
+        jobs.run_one(config_of(seed=1), TRAINER)
+
+
+# real ranks
+
+
+def test_ranks_that_fail_do_not_stop_the_sweep(workplace: Path) -> None:
+    process = start(workplace, "-m", "balancer=none", "seed=1,2,0", "optim.steps=1")
+    out, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    raised, killed, done = (next(workplace.glob(f"runs/default/none-s{seed}-*")) for seed in (1, 2, 0))
+    assert process.returncode == 1, out + errors
+    assert runs.read_json(raised / "failed.json") == {
+        "error": "RuntimeError: boom, loudly",
+        "rank": 1,
+        "log": "log/1/rank1.err",
+    }
+    assert "Traceback" in (raised / "log/1/rank1.err").read_text()
+    assert runs.read_json(killed / "failed.json")["error"] == "killed by signal 9 (SIGKILL)"
+    assert runs.run_state(done) == runs.RunState.DONE
+    assert (done / "log/1/rank1.out").read_text() == "rank 1 of 2 threads 1\n"
+    summary = textwrap.dedent(f"""\
+        2 of 3 jobs failed:
+          none-s1: rank 1: RuntimeError: boom, loudly (log: {raised.relative_to(workplace)}/log/1/rank1.err)
+          none-s2: rank 1: killed by signal 9 (SIGKILL) (log: {killed.relative_to(workplace)}/log/1/rank1.err)
+        """)
+    assert out.endswith(summary)
+    assert errors == ""
+
+
+def living(session: int) -> list[int]:
+    """Processes of a session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, owner = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(owner) == session and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_stopping_stops_the_whole_sweep(workplace: Path, stop: signal.Signals) -> None:
+    process = start(workplace, "-m", "balancer=none", "seed=0,3", STAND_IN_WAITS="1")
+    try:
+        wait_for(lambda: list(workplace.glob("runs/*/*/metrics.jsonl")) or process.poll() is not None)
+        # Ctrl-C reaches every process of the terminal, a scheduler's SIGTERM often only the first
+        if stop == signal.SIGINT:
+            os.killpg(process.pid, stop)
+        else:
+            process.send_signal(stop)
+        _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+        wait_for(lambda: not living(process.pid))
+    finally:
+        for survivor in living(process.pid):
+            os.kill(survivor, signal.SIGKILL)
+    assert process.returncode == launch.STOPPED
+    assert errors == "equipoise: stopped; the same command goes on from the last checkpoints\n"
+    assert [path.name[:7] for path in workplace.glob("runs/default/none-*")] == ["none-s0"]
+    assert not list(workplace.glob("runs/*/*/failed.json"))

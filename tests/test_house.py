@@ -1,0 +1,23 @@
+"""The habits of the house: lint, format and types, and nothing in the tree that belongs to one machine."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_lint_format_and_types_are_clean():
+    result = subprocess.run([ROOT / "scripts" / "check"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_no_arrow_runs_back_up():
+    """Kernels know no balancers, balancers know no experiments; inside the package imports are relative."""
+    above = {"kernels": ("balancers", "experiments"), "balancers": ("experiments",), "experiments": ()}
+    for package, forbidden in above.items():
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert "from equipoise" not in text, path
+            assert "import equipoise" not in text, path
+            for name in forbidden:
+                assert f"from ..{name}" not in text, path
