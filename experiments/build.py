@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from hydra.utils import get_object
 from torch import Tensor
 
 from .data import Batches, Corpus, validation_sequences
@@ -66,7 +66,7 @@ def _maker(balancer: dict[str, Any], slot: str) -> Callable[[int, int], Any] | N
 def _construct(where: str, target: str, options: dict[str, Any], *sizes: Any) -> Any:
     """Call ``target``; a wrong option is an error of the config that says where."""
     try:
-        return get_object(target)(*sizes, **options)
+        return resolve_name(target)(*sizes, **options)
     except (TypeError, ValueError, ImportError, AttributeError) as error:
         raise ValueError(f"{where}: {_plain(error)}") from error
 

@@ -1,6 +1,7 @@
 """Checkpoints through torch.distributed.checkpoint: model, optimizer state and position, tensors only.
 
-A checkpoint is written beside its place and renamed when it is complete, so the last good one is always there.
+A checkpoint is written beside its place and renamed when it is complete, so the last good one is always there. The
+library takes seconds to import and a short run may never need it, so it is imported where it is used.
 """
 
 import re
@@ -9,15 +10,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 KEPT = 2
 
 
 def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, position: dict[str, int]) -> None:
     """Write ``folder/step-<position["step"]>``; called by every rank. The newest ``KEPT`` stay."""
+    import torch.distributed.checkpoint as dcp
+
     place = folder / f"step-{position['step']}"
     draft = folder / f".step-{position['step']}"
     first = dist.get_rank() == 0
@@ -43,6 +44,9 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     steps = _steps(folder)
     if not steps:
         return None
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
     place = folder / f"step-{steps[-1]}"
     position = {"step": 0, "tokens": 0, "skipped": 0}
     state, groups = _state(model, optimizer, position)
@@ -64,6 +68,8 @@ def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer, position: dict[str, int]
 ) -> tuple[dict[str, dict], list[dict]]:
     """Everything as tensors by name, and the optimizer's groups, which follow from the config and are not saved."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     model_state, optimizer_state = get_state_dict(model, optimizer)
     tensors: dict[str, Tensor] = {name: torch.tensor(value) for name, value in position.items()}
     state = {"model": model_state, "optimizer": optimizer_state["state"], "position": tensors}

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 from torch import Tensor
 
 from .runs import write_text
@@ -26,7 +27,7 @@ class Tracker:
     def __init__(self, folder: Path, config: dict[str, Any], step: int) -> None:
         self.metrics = folder / "metrics.jsonl"
         self.loads = folder / "load.parquet"
-        self.pending: list[pd.DataFrame] = []
+        self.pending: list[pa.Table] = []
         self.rows = _cut_back(self.metrics, self.loads, step)
         self.file = self.metrics.open("a", encoding="utf-8")
         self.wandb = _start_wandb(folder, config)
@@ -39,7 +40,7 @@ class Tracker:
         self.rows.append(clean)
         # a dense model has no load
         if load_LE.numel():
-            self.pending.append(_load_frame(row["step"], load_LE.numpy()))
+            self.pending.append(_load_table(row["step"], load_LE.numpy()))
         if self.wandb is not None:
             scalars = {name: value for name, value in clean.items() if isinstance(value, int | float)}
             devices = {f"device_maxvio/{count}": value for count, value in clean.get("device_maxvio", {}).items()}
@@ -48,11 +49,11 @@ class Tracker:
     def flush(self) -> None:
         """Write the loads since the last flush."""
         if self.pending:
-            frame = pd.concat(self.pending)
             self.loads.mkdir(exist_ok=True)
-            name = f"part-{frame.step.min():08d}-{frame.step.max():08d}.parquet"
+            first, last = (self.pending[index]["step"][0].as_py() for index in (0, -1))
+            name = f"part-{first:08d}-{last:08d}.parquet"
             draft = self.loads / f".{name}"
-            frame.to_parquet(draft, index=False)
+            pq.write_table(pa.concat_tables(self.pending), draft)
             draft.rename(self.loads / name)
             self.pending = []
 
@@ -78,9 +79,9 @@ def _cut_back(metrics: Path, loads: Path, step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _load_frame(step: int, load_LE: np.ndarray) -> pd.DataFrame:
+def _load_table(step: int, load_LE: np.ndarray) -> pa.Table:
     layers, experts = load_LE.shape
-    return pd.DataFrame(
+    return pa.table(
         {
             "step": np.full(load_LE.size, step, np.int32),
             "layer": np.repeat(np.arange(layers, dtype=np.int16), experts),

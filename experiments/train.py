@@ -101,7 +101,8 @@ def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
             row["val_bpb"] = row["val_loss"] / math.log(2)
         if tracker is not None:
             tracker.log(row, load_LE)
-        if last or position["step"] % config["checkpoint"]["every"] == 0:
+        keep = config["checkpoint"]["keep"]
+        if (last and keep) or (not last and position["step"] % config["checkpoint"]["every"] == 0):
             if tracker is not None:
                 tracker.flush()
             save_checkpoint(folder / "checkpoints", model, optimizer, position)
@@ -111,7 +112,7 @@ def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
         summary |= {"wall_s": sum(row["seconds"] for row in tracker.rows), "val_bpb": tracker.rows[-1]["val_bpb"]}
         tracker.finish(summary)
         if not config["checkpoint"]["keep"]:
-            shutil.rmtree(folder / "checkpoints")
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         write_json(folder / "summary.json", summary)
 
 

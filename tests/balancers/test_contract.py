@@ -50,7 +50,7 @@ BIAS = [
     Row("signed_count_proportional", partial(SignedCount, rule="proportional")),
     Row("signed_count_centred", partial(SignedCount, centred=True)),
     Row("signed_count_ema", partial(SignedCount, rule="proportional", centred=True, ema=0.5)),
-    Row("rank_averaged_qb_step", RankAveragedQB, splits="microbatches"),
+    Row("rank_averaged_qb_step", partial(RankAveragedQB, per="step"), splits="microbatches"),
     Row("rank_averaged_qb_microbatch", partial(RankAveragedQB, per="microbatch"), splits="nothing"),
     Row("histogram_qb", HistogramQB),
     Row("histogram_qb_coarse_uncentred", partial(HistogramQB, num_bins=7, centre=False)),
@@ -128,9 +128,6 @@ def snapshot(balancer: nn.Module) -> dict[str, Any]:
 def next_bias(balancer: BiasBalancer) -> Tensor:
     update_balancers([balancer])
     return balancer.bias.clone()
-
-
-# ---- statistics and when they are taken
 
 
 @every_bias
@@ -436,9 +433,6 @@ def test_observe_counts_what_no_tally_has_counted(row: Row, feed: Feed) -> None:
     assert torch.equal(next_bias(foreign), expected)
 
 
-# ---- estimators at their edges
-
-
 @every_bias
 def test_e1_target_that_is_no_integer(row: Row, feed: Feed) -> None:
     balancer = row.build(8, 2)
@@ -484,6 +478,14 @@ def test_e7_degenerate_scores_give_a_finite_bias(row: Row, kind: str, feed: Feed
         routing = feed(balancer, DEGENERATE[kind])
         assert next_bias(balancer).isfinite().all()
     assert routing.load.sum() == 2 * len(DEGENERATE[kind])
+
+
+@every_bias
+def test_e7_logits_whose_margins_overflow_leave_a_finite_bias(row: Row, feed: Feed) -> None:
+    balancer = row.build(5, 2)
+    selection = "score" if balancer.needs_bounded_scores else "logit"
+    feed(balancer, torch.tensor([[3e38, 1e38, -3e38, -3e38, -3e38]] * 4), selection=selection)
+    assert next_bias(balancer).isfinite().all()
 
 
 @every_gradient
@@ -542,6 +544,16 @@ def test_e9_a_small_move_is_not_rounded_away(row: Row, how: str) -> None:
 
 
 @every_bias
+@pytest.mark.parametrize("assign", [True, False])
+def test_e9_loading_a_bf16_bias_keeps_fp32(row: Row, assign: bool) -> None:
+    balancer = row.build(E, K)
+    saved = torch.linspace(-1, 1, E).bfloat16()
+    balancer.load_state_dict({"bias": saved}, assign=assign)
+    assert balancer.bias.dtype == torch.float32
+    assert torch.equal(balancer.bias, saved.float())
+
+
+@every_bias
 def test_e9_whole_step_under_default_bf16(row: Row, feed: Feed) -> None:
     balancer, reference = row.build(E, K), row.build(E, K)
     feed(reference, tokens(20))
@@ -590,7 +602,7 @@ def test_e11_resume_gives_the_same_bits(row: Row, feed: Feed) -> None:
     resumed.load_state_dict(saved)
     for each in (balancer, resumed[0]):
         feed(each, tokens(20, seed=1))
-    assert torch.equal(next_bias(resumed[0]), next_bias(balancer))  # type: ignore[arg-type]
+    assert torch.equal(next_bias(resumed[0]), next_bias(balancer))
 
 
 @every_bias
@@ -610,6 +622,14 @@ def test_e11_gradient_balancers_save_nothing(row: Row) -> None:
     steered_gradient(balancer, tokens(8))
     assert not balancer.state_dict()
     balancer.load_state_dict({})
+
+
+@every_balancer
+def test_only_the_bias_is_a_buffer(row: Row, feed: Feed) -> None:
+    """DDP overwrites the buffers of all ranks with those of rank 0 before a forward; counts of a rank must survive."""
+    balancer = row.build(E, K)
+    observe_once(balancer, feed, tokens(20))
+    assert [name for name, _ in balancer.named_buffers()] == (["bias"] if isinstance(balancer, BiasBalancer) else [])
 
 
 @every_bias
@@ -650,9 +670,6 @@ def test_e14_addresses_stay_over_update_and_reset(row: Row, feed: Feed) -> None:
         balancer.reset()
         observe_once(balancer, feed, tokens(20))
     assert {name: tensors(balancer)[name].data_ptr() for name in held} == before
-
-
-# ---- losses and gradients
 
 
 @gshards

@@ -51,9 +51,6 @@ def sorted_margins(routing: Routing, dtype: torch.dtype = torch.float32) -> Tens
     return routing.valid_margins.to(dtype).double().sort(dim=0).values
 
 
-# ---- histogram
-
-
 def test_histogram_worked_example_of_two_experts() -> None:
     balancer = HistogramQB(2, 1, num_bins=4)
     balancer.counts.copy_(torch.tensor([[0, 2, 2, 0], [2, 2, 0, 0]]))
@@ -80,7 +77,7 @@ def test_histogram_fraction_is_taken_in_fp64_from_integers() -> None:
     # integers beyond 2**24, where fp32 would round them
     many = torch.tensor([[2**27 + 1, 2**27 + 5]] * 3)
     share = Fraction((2**28 + 6) * 1, 3) / (2**27 + 1)
-    assert histogram_quantile(many, 1, *bounds).tolist() == pytest.approx([-1 + float(share)] * 3, rel=1e-15)
+    assert histogram_quantile(many, 1, *bounds).tolist() == pytest.approx([-1 + float(share)] * 3, abs=1e-15)
 
 
 @pytest.mark.parametrize("num_bins", [1, 2, 7, 1000])
@@ -108,7 +105,7 @@ def test_e3_clamped_share_is_reported(feed: Feed) -> None:
     tally.add(torch.tensor([[-4.0, 4.0, 4.5, 0.0], [-9.0, -4.25, 0.0, 0.0]]))
     assert balancer.clamped.tolist() == [1, 1, 1, 0]
     update_balancers([balancer])
-    assert balancer.diagnostics()["clamped_share"].item() == 3 / 40
+    assert balancer.diagnostics()["clamped_share"].item() == pytest.approx(3 / 40, rel=1e-6)
     feed(balancer, torch.randn(8, 4))
     update_balancers([balancer])
     assert balancer.diagnostics()["clamped_share"].item() == 0.0
@@ -150,9 +147,6 @@ def test_histogram_is_within_a_bin_of_the_exact_quantile(seed: int, count: int, 
     exact = sorted_margins(routing)[rank - 1]
     update_balancers([balancer])
     assert (balancer.bias.double() - exact).abs().max() <= width * (1 + 1e-3)
-
-
-# ---- exact
 
 
 def test_exact_worked_example_in_logit_space(feed: Feed) -> None:
@@ -260,17 +254,18 @@ def test_margin_store_keeps_its_place_once_it_is_large_enough() -> None:
     store.reserve(10)
     assert torch.equal(store.margins, torch.ones(2, 3))
     place = store.buffer.data_ptr()
-    for _step in range(2):
+    for step in range(3):
+        store.reset()
+        assert store.margins.shape == (0, 3)
         for value in range(5):
-            store.append(torch.full((2, 3), float(value)))
-            store.reset() if value == 4 else None
-    store.append(torch.zeros(0, 3))
-    assert store.margins.shape == (0, 3)
+            store.append(torch.full((2, 3), float(step + value)))
+        store.append(torch.zeros(0, 3))
+        assert store.margins[:, 0].tolist() == [step + row // 2 for row in range(10)]
     assert store.buffer.data_ptr() == place
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.sampled_from(EXACT + [HistogramQB]), st.integers(0, 2**31))
+@given(st.sampled_from([*EXACT, HistogramQB]), st.integers(0, 2**31))
 def test_bias_moves_loads_to_balance(build: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     balancer = build(8, 2)
@@ -281,9 +276,6 @@ def test_bias_moves_loads_to_balance(build: Any, seed: int) -> None:
         update_balancers([balancer])
     after = route(logits, balancer.bias, 2)
     assert max_violation(after.load) < 0.1 < max_violation(before.load)
-
-
-# ---- rank average
 
 
 SKEWED = ([[0.92, 0.68, 0.31, 0.07]] * 4, [[0.07, 0.31, 0.92, 0.68]] * 4)
@@ -315,7 +307,7 @@ def test_e6_rank_average_differs_from_the_pool(per: str, feed: Feed) -> None:
     averaged = on_two_ranks(partial(RankAveragedQB, per=per), feed)
     assert averaged == pytest.approx([0, 0, -0.12, 0.12], abs=1e-6)
     pooled = on_two_ranks(partial(ExactQB, key="fp32"), feed)
-    assert pooled == pytest.approx([-0.1225, 0.1175, -0.1225, 0.1275], abs=1e-1)
+    assert pooled == pytest.approx([-0.12, 0.12, -0.12, 0.12], abs=1e-6)
     assert averaged != pytest.approx(pooled, abs=0.05)
 
 
@@ -344,9 +336,6 @@ def test_rank_average_is_the_mean_of_local_quantiles(per: str, sizes: list[list[
     simulate_ranks(ranks)
     expected = torch.stack(quantiles).mean(0) if quantiles else torch.zeros(5, dtype=torch.float64)
     torch.testing.assert_close(ranks[0][0].bias.double(), expected, rtol=0, atol=1e-6)
-
-
-# ---- signed count
 
 
 def loaded(balancer: SignedCount, load: list[int], dtype: torch.dtype, feed: Feed) -> SignedCount:
@@ -406,9 +395,6 @@ def test_signed_count_keeps_a_balanced_layer() -> None:
     assert updated(balancer) == [3.0, 3.0, 3.0, -3.0]
 
 
-# ---- shared options
-
-
 @pytest.mark.parametrize("build", [SignedCount, RankAveragedQB, HistogramQB, ExactQB], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("ema", [0.0, 0.25, 0.9])
 def test_ema_mixes_the_old_bias_in(build: Any, ema: float, feed: Feed) -> None:
@@ -458,9 +444,6 @@ def test_unknown_option_is_an_error(build: Any, options: dict[str, Any], message
         build(4, 1, **options)
 
 
-# ---- the same tokens, however they are split
-
-
 POOLED = [
     *EXACT,
     HistogramQB,
@@ -478,9 +461,10 @@ POOLED = [
     st.integers(1, 4),
     st.integers(0, 2**31),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(["sigmoid", "softmax"]),
 )
 def test_pooled_bias_does_not_depend_on_the_split(
-    build: Any, num_experts: int, cells: list[int], num_ranks: int, seed: int, dtype: torch.dtype
+    build: Any, num_experts: int, cells: list[int], num_ranks: int, seed: int, dtype: torch.dtype, gate: str
 ) -> None:
     """Token ``t`` goes to microbatch ``cells[t]`` of the step, which is on rank ``cells[t] % num_ranks``."""
     generator = torch.Generator().manual_seed(seed)
@@ -492,18 +476,16 @@ def test_pooled_bias_does_not_depend_on_the_split(
     ranks = [[build(num_experts, top_k)] for _ in range(num_ranks)]
     for balancer in (whole, *(layers[0] for layers in ranks)):
         balancer.bias.copy_(start)
-    whole.observe(route(logits, whole.bias, top_k, tally=whole.tally))
+    whole.observe(route(logits, whole.bias, top_k, tally=whole.tally, gate=gate))
     for cell in torch.randperm(12, generator=generator).tolist():
         (balancer,) = ranks[cell % num_ranks]
         part = logits[places == cell]
         part = part[torch.randperm(len(part), generator=generator)]
-        # padding in between counts for nothing
-        valid = torch.ones(len(part) + 2, dtype=torch.bool)
+        # padding around the tokens counts for nothing
+        padded = torch.cat([part.new_full((1, num_experts), 5.0), part, part.new_full((1, num_experts), -7.0)])
+        valid = torch.ones(len(padded), dtype=torch.bool)
         valid[[0, -1]] = False
-        padded = torch.cat(
-            [torch.full_like(logits.new_empty(1, num_experts), 5.0), part, 7 * logits.new_ones(1, num_experts)]
-        )
-        balancer.observe(route(padded, balancer.bias, top_k, tally=balancer.tally, valid=valid))
+        balancer.observe(route(padded, balancer.bias, top_k, tally=balancer.tally, valid=valid, gate=gate))
     update_balancers([whole])
     simulate_ranks(ranks)
     for (balancer,) in ranks:

@@ -360,6 +360,20 @@ def test_nothing_requires_a_gradient_under_no_grad(gate: str) -> None:
         assert not tensor.requires_grad
 
 
+def test_detached_routing_has_the_same_numbers_and_no_graph() -> None:
+    logits = draw(33, 7, torch.float32)
+    routing = route(logits, None, 2).steered(injection=torch.ones(7), penalty=logits.sum())
+    detached = routing.detach()
+    assert routing.weights.requires_grad
+    for tensor in (detached.weights, detached.logits, detached.scores, detached.shares, detached.margins):
+        assert not tensor.requires_grad
+    assert detached.penalty is None
+    assert torch.equal(detached.weights, routing.weights)
+    assert torch.equal(detached.scores, routing.scores)
+    assert torch.equal(detached.margins, routing.margins)
+    assert torch.equal(detached.load, routing.load)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gradient_of_steering(dtype: torch.dtype, assert_close: Check) -> None:
     logits = draw(33, 7, dtype)

@@ -1,0 +1,220 @@
+"""The drivers of the coroutines: lockstep, stacking, virtual ranks, and four real gloo ranks."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.balancers import (
+    LEI,
+    BiasBalancer,
+    ExactQB,
+    GShard,
+    HistogramQB,
+    SignedCount,
+    simulate_ranks,
+    update_balancers,
+)
+from equipoise.balancers.base import Solve
+from equipoise.balancers.update import drive, lockstep, run_locally, sum_over_shards
+from equipoise.kernels import Routing
+
+Feed = Callable[..., Routing]
+
+
+def counting(name: int, num_rounds: int) -> Solve:
+    """A coroutine that yields its name and returns the sum of what it is sent."""
+    total = torch.zeros(1, dtype=torch.long)
+    for _round in range(num_rounds):
+        answer = yield torch.tensor([name])
+        total = total + answer
+    return total
+
+
+def test_lockstep_drops_layers_as_they_finish() -> None:
+    seen = []
+
+    def answer(statistics: list[Tensor]) -> list[Tensor]:
+        seen.append([int(statistic) for statistic in statistics])
+        return [10 * statistic for statistic in statistics]
+
+    rounds = lockstep([counting(1, 2), counting(2, 0), counting(3, 4), counting(4, 1)])
+    solutions = drive(rounds, answer)
+    assert seen == [[1, 3, 4], [1, 3], [3], [3]]
+    assert [int(solution) for solution in solutions] == [20, 0, 120, 40]
+
+
+def test_lockstep_of_no_layer_has_no_round() -> None:
+    def unexpected(statistics: list[Tensor]) -> list[Tensor]:
+        raise AssertionError(f"no layer, but the statistics {statistics}")
+
+    assert drive(lockstep([]), unexpected) == []
+
+
+def test_run_locally_answers_with_the_statistic_itself() -> None:
+    assert run_locally(counting(7, 3)).tolist() == [21]
+
+
+def test_sum_of_one_process_is_the_statistic() -> None:
+    tensors = [torch.arange(3), torch.ones(2, 2)]
+    sums = sum_over_shards(tensors)
+    assert all(torch.equal(*pair) for pair in zip(sums, tensors, strict=True))
+
+
+def test_layers_do_not_depend_on_each_other(feed: Feed) -> None:
+    builders: list[Callable[[], BiasBalancer]] = [
+        lambda: ExactQB(5, 2, key="fp32"),
+        lambda: SignedCount(5, 2),
+        lambda: ExactQB(5, 2),
+        lambda: HistogramQB(5, 2),
+    ]
+    together, alone = [build() for build in builders], [build() for build in builders]
+    for seed, (one, other) in enumerate(zip(together, alone, strict=True)):
+        logits = torch.randn(20, 5, generator=torch.Generator().manual_seed(seed))
+        feed(one, logits)
+        feed(other, logits)
+        update_balancers([other])
+    update_balancers(together)
+    assert all(torch.equal(one.bias, other.bias) for one, other in zip(together, alone, strict=True))
+
+
+def test_a_model_is_searched_and_a_balancer_is_one(feed: Feed) -> None:
+    in_model, single = SignedCount(5, 2), SignedCount(5, 2)
+    gshard = GShard(5, 2, scope="global")
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"bias": in_model, "gradient": gshard, "other": LEI(5, 2)}))
+    logits = torch.randn(20, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for balancer in (in_model, single):
+        routing = feed(balancer, logits)
+    gshard.steer(routing)
+    assert gshard.step_load.any()
+    update_balancers(model)
+    update_balancers(single)
+    assert in_model.bias.any()
+    assert torch.equal(in_model.bias, single.bias)
+    assert not gshard.step_load.any()
+    assert not in_model.load.any()
+
+
+def test_update_leaves_no_graph(feed: Feed) -> None:
+    balancer = ExactQB(5, 2)
+    feed(balancer, torch.randn(9, 5, requires_grad=True))
+    update_balancers([balancer])
+    assert not balancer.bias.requires_grad
+    assert balancer.store.num_rows == 0
+
+
+def test_virtual_ranks_with_several_layers(feed: Feed) -> None:
+    """Every layer of a rank, frozen ones included, is matched with the same layer of the other ranks."""
+
+    def build() -> list[BiasBalancer]:
+        return [ExactQB(5, 2), SignedCount(5, 2, frozen=True), HistogramQB(5, 2), ExactQB(5, 2, key="fp32")]
+
+    whole, ranks = build(), [build() for _ in range(3)]
+    for seed, layers in enumerate(ranks):
+        logits = torch.randn(7 * seed, 5, generator=torch.Generator().manual_seed(seed))
+        for layer in (*layers, *whole):
+            feed(layer, logits)
+    update_balancers(whole)
+    simulate_ranks(ranks)
+    for layers in ranks:
+        assert all(torch.equal(layer.bias, wanted.bias) for layer, wanted in zip(layers, whole, strict=True))
+    assert not whole[1].bias.any()
+    before = whole[0].bias.clone()
+    # the statistics are gone: another update moves nothing
+    simulate_ranks(ranks)
+    assert torch.equal(ranks[2][0].bias, before)
+
+
+def test_virtual_ranks_need_the_same_layers() -> None:
+    with pytest.raises(ValueError, match=r"every rank must have the same layers, got \[2, 1\] balancers"):
+        simulate_ranks([[SignedCount(4, 1), SignedCount(4, 1)], [SignedCount(4, 1)]])
+
+
+def test_no_virtual_rank_is_nothing_to_do() -> None:
+    simulate_ranks([])
+    simulate_ranks([[], []])
+
+
+@pytest.fixture(scope="module")
+def gloo(gloo_worker: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every rank found."""
+    folder = tmp_path_factory.mktemp("gloo")
+    command = [sys.executable, str(gloo_worker.__file__), str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(gloo_worker.WORLD_SIZE)]
+
+
+@pytest.mark.parametrize(("name", "groups"), [("pair", [[0, 1], [2, 3]]), ("all", [[0, 1, 2, 3]])])
+def test_real_ranks_update_as_virtual_ones(
+    gloo: list[dict[str, Any]], gloo_worker: ModuleType, name: str, groups: list[list[int]]
+) -> None:
+    for members in groups:
+        virtual = [gloo_worker.build_layers() for _ in members]
+        for step in range(2):
+            for layers, rank in zip(virtual, members, strict=True):
+                gloo_worker.feed(layers, rank, step)
+            simulate_ranks(virtual)
+            expected = [layer.bias for layer in virtual[0]]
+            for rank in members:
+                found = gloo[rank][name]["biases"][step]
+                assert all(torch.equal(*pair) for pair in zip(found[:-1], expected[:-1], strict=True))
+                # a sum of floats: its order is the backend's
+                torch.testing.assert_close(found[-1], expected[-1], rtol=0, atol=1e-6)
+            assert [bool(bias.any()) for bias in expected] == [True, True, True, True, False, True]
+
+
+@pytest.mark.parametrize(("name", "groups"), [("pair", [[0, 1], [2, 3]]), ("all", [[0, 1, 2, 3]])])
+def test_all_ranks_have_the_identical_bias(gloo: list[dict[str, Any]], name: str, groups: list[list[int]]) -> None:
+    for members in groups:
+        for step in range(2):
+            first, *others = [gloo[rank][name]["biases"][step] for rank in members]
+            for other in others:
+                assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
+    assert not torch.equal(gloo[0]["pair"]["biases"][0][0], gloo[2]["pair"]["biases"][0][0])
+
+
+@pytest.mark.parametrize("name", ["pair", "all"])
+def test_one_collective_per_round_and_dtype(gloo: list[dict[str, Any]], name: str) -> None:
+    exact, histogram, signed, averaged = 7 * 256, 7 * (50 + 1), 7, 7 + 1
+    expected = [
+        ("torch.int32", exact + histogram + exact + signed),
+        ("torch.float32", averaged),
+        ("torch.int32", exact + exact),
+        ("torch.int32", exact),
+        ("torch.int32", exact),
+    ]
+    assert all(rank[name]["calls"] == expected for rank in gloo)
+
+
+@pytest.mark.parametrize("name", ["replicated_pair", "replicated_all"])
+def test_g1_global_loss_on_replicated_input_is_the_local_one(gloo: list[dict[str, Any]], name: str) -> None:
+    for rank in gloo:
+        for local, pooled in zip(rank[name]["microbatch"], rank[name]["global"], strict=True):
+            assert local.dtype == torch.float64
+            assert local.any()
+            assert torch.equal(local, pooled)
+
+
+def test_g4_global_loss_sums_the_loads_and_keeps_the_local_ones(gloo: list[dict[str, Any]]) -> None:
+    found = [rank["sharded_loss"] for rank in gloo]
+    pooled = torch.stack([rank["local_load"] for rank in found]).sum(0).double()
+    for rank in found:
+        assert torch.equal(rank["step_load"], rank["local_load"].long())
+        assert rank["finite"]
+    for rank in found[:3]:
+        expected = (pooled / pooled.mean() * rank["mean_shares"]).sum()
+        torch.testing.assert_close(rank["value"], expected, rtol=1e-12, atol=0)
+    # the rank of padding joined the collective and added nothing
+    assert not found[3]["local_load"].any()
+
+
+def test_s6_every_token_is_counted_once(gloo: list[dict[str, Any]], gloo_worker: ModuleType) -> None:
+    numbers = [len(gloo_worker.tokens(rank, 0)) for rank in range(4)]
+    for rank, number in zip(gloo, numbers, strict=True):
+        assert rank["counts"] == {"replicated": 7 * numbers[0], "sharded": 7 * sum(numbers), "own": 7 * number}

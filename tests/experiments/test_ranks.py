@@ -1,0 +1,58 @@
+"""Which rank a failed job is blamed on, and where its log lies. Real ranks are started in ``test_launch.py``."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from equipoise.experiments import ranks
+from equipoise.experiments.ranks import RankLogs
+
+
+def record(logs: RankLogs, rank: int, message: str, second: float) -> None:
+    """What a rank leaves that raised at ``second``."""
+    path = logs.path(rank, "error.json")
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": {"timestamp": "0"}}}))
+    os.utime(path, (second, second))
+
+
+def failed(logs: RankLogs, rank: int, exitcode: int) -> ChildFailedError:
+    path = str(logs.path(rank, "error.json"))
+    return ChildFailedError("main", {rank: ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file=path)})
+
+
+def test_rank_that_raised_first_is_blamed(tmp_path: Path) -> None:
+    logs = RankLogs(tmp_path)
+    record(logs, 0, "RuntimeError: Connection closed by peer", second=5.0)
+    record(logs, 1, "ValueError: the cause,\n  in two lines", second=4.5)
+    error = ranks._root_cause(failed(logs, 0, exitcode=1), logs, 2)
+    assert (str(error), error.rank, error.log) == (
+        "ValueError: the cause, in two lines",
+        1,
+        tmp_path / "rank1.err",
+    )
+
+
+@pytest.mark.parametrize(("exitcode", "message"), [(-9, "killed by signal 9 (SIGKILL)"), (3, "ended with exit code 3")])
+def test_rank_without_a_message(tmp_path: Path, exitcode: int, message: str) -> None:
+    logs = RankLogs(tmp_path)
+    error = ranks._root_cause(failed(logs, 1, exitcode), logs, 2)
+    assert (str(error), error.rank) == (message, 1)
+
+
+def test_rank_that_was_killed_is_blamed_for_lost_connections(tmp_path: Path) -> None:
+    logs = RankLogs(tmp_path)
+    record(logs, 0, "RuntimeError: Connection closed by peer", second=5.0)
+    assert ranks._root_cause(failed(logs, 1, exitcode=-9), logs, 2).rank == 1
+
+
+def test_logs_of_an_attempt(tmp_path: Path) -> None:
+    logs = RankLogs(ranks._next_attempt(tmp_path))
+    environments: dict[int, dict[str, str]] = {0: {}, 1: {}}
+    places = logs.reify(environments)
+    assert places.stdouts == {rank: str(tmp_path / "1" / f"rank{rank}.out") for rank in (0, 1)}
+    assert places.stderrs == {rank: str(tmp_path / "1" / f"rank{rank}.err") for rank in (0, 1)}
+    assert environments[1]["TORCHELASTIC_ERROR_FILE"] == places.error_files[1]
+    assert ranks._next_attempt(tmp_path) == tmp_path / "2"
