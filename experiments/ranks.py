@@ -14,6 +14,8 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+# the optimizer imports torch._dynamo, which takes as long as torch itself
+PRELOADED = ["equipoise.experiments.train", "torch._dynamo"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -69,13 +71,15 @@ def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        start_method="spawn",
+        start_method="forkserver",
         logs_specs=logs,
         # under nohup a hangup is ignored, and stays so
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS if handlers[number] != signal.SIG_IGN),
     )
     # the API does not set it as torchrun does, and two ranks with a thread a core each wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # one server imports what a rank needs; the ranks of all jobs of a sweep are forked from it
+    multiprocessing.set_forkserver_preload(PRELOADED)
     _quiet_torch()
     try:
         elastic_launch(config, _run_rank)(main, str(folder))

@@ -64,7 +64,7 @@ class Gate:
             grad_logs = shares * (grad_chosen - (grad_chosen * shares).sum(-1, keepdim=True))
             if self.score == "sigmoid":
                 # d log sigmoid(z) / dz = sigmoid(-z)
-                grad_logs = grad_logs * (-widen(logits).gather(-1, experts)).sigmoid()
+                grad_logs = grad_logs * sigmoid(-widen(logits).gather(-1, experts))
             if grad_scores is None:
                 return torch.zeros_like(logits, dtype=grad_logs.dtype).scatter_(-1, experts, grad_logs)
             return self._through_scores(logits, grad_scores).scatter_add_(-1, experts, grad_logs)
@@ -137,7 +137,7 @@ class GateWeights(torch.autograd.Function):
         grad_logits = grad_scores = None
         if ctx.needs_input_grad[0]:
             if injection is not None:
-                grad_scores = injection.expand(logits.shape)
+                grad_scores = injection.to(grad_weights.dtype).expand(logits.shape)
                 if valid is not None:
                     grad_scores = grad_scores * valid[:, None]
             grad_logits = ctx.gate.gradient(logits, experts, grad_weights, grad_scores).to(logits.dtype)

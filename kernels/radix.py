@@ -3,8 +3,7 @@
 ``T`` tokens, ``E`` experts. A float is mapped to an unsigned key with the same order (``to_key``). One pass counts
 one byte of the keys that share a prefix (``radix_counts``); the counts may be summed over any number of token
 shards; then the bin that holds the wanted rank is picked (``select_rank``) and becomes the next byte of the prefix.
-Two passes give an exact bf16,
-four an exact fp32 value: 256 counters per expert and pass, whatever ``T`` is.
+Two passes give an exact bf16, four an exact fp32 value: 256 counters per expert and pass, whatever ``T`` is.
 
 On the CPU the bytes are counted as they lie in memory, in cache-sized blocks of tokens, and the 256 counters are put
 into key order afterwards: no arithmetic per element for the order.
@@ -44,8 +43,7 @@ def to_key(values: Tensor) -> Tensor:
     [16511, 32768, 32768, 49024]
     """
     width = 8 * num_passes(values.dtype)
-    if values.isnan().any():
-        raise ValueError("NaN has no place in an order: got NaN among the values to select from")
+    _refuse_nan(values)
     bits = (values + 0.0).view(_BITS_DTYPE[values.dtype]).long()
     return torch.where(bits < 0, ~bits, bits | (1 << (width - 1))) & ((1 << width) - 1)
 
@@ -109,14 +107,17 @@ def _count_highest(values: Tensor) -> Tensor:
         raw_E256 += count_bins(_raw_bytes(block, 0), 256)
     # the sign leads: negative numbers (raw 128 to 255) come first and backwards
     counts = torch.cat([raw_E256[:, 128:].flip(1), raw_E256[:, :128]], dim=1)
-    if counts[:, _OUTER_BINS].any() and values.isnan().any():
-        raise ValueError("NaN has no place in an order: got NaN among the values to select from")
+    if counts[:, _OUTER_BINS].any():
+        _refuse_nan(values)
     return counts.int()
 
 
 def _count_under_prefix(values: Tensor, prefix: Tensor, byte: int) -> Tensor:
     num_experts = values.shape[1]
     width = 8 * values.element_size()
+    highest = prefix >> (8 * byte - 8)
+    if ((highest == _OUTER_BINS[0]) | (highest == _OUTER_BINS[1])).any():
+        _refuse_nan(values)
     above = 8 * byte
     negative = prefix < (1 << (above - 1))
     # the prefix as the sign-extended bits that lie in memory
@@ -133,10 +134,16 @@ def _count_under_prefix(values: Tensor, prefix: Tensor, byte: int) -> Tensor:
     return torch.where(negative[:, None], raw_E256.flip(1), raw_E256).int()
 
 
+def _refuse_nan(values: Tensor) -> None:
+    if values.isnan().any():
+        raise ValueError("NaN has no place in an order: got NaN among the values to select from")
+
+
 def _raw_bytes(values: Tensor, byte: int) -> Tensor:
     """Byte ``byte`` of every value as it lies in memory (little-endian), int32; the sum turns -0.0 into +0.0."""
     size = values.element_size()
-    return (values + 0.0).view(torch.uint8).unflatten(-1, (-1, size))[..., size - 1 - byte].int()
+    bits = (values + 0.0).view(_BITS_DTYPE[values.dtype])
+    return (bits >> (8 * (size - 1 - byte))).int() & 255
 
 
 def select_rank(counts: Tensor, prefix: Tensor | None, rank: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,9 @@ from .radix import BLOCK_TOKENS
 from .tally import Tally
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
-    """Where the tokens of one microbatch go.
+    """Where the tokens of one microbatch go. What is fp32 here is fp64 for fp64 logits.
 
     Args:
         experts: ``[T, K]`` int64, by falling biased score.
@@ -99,6 +99,8 @@ class Routing:
                 called on.
         """
         if injection is not None:
+            if tuple(injection.shape) != (self.num_experts,):
+                raise ValueError(f"injection must be [{self.num_experts}], got {tuple(injection.shape)}")
             injection = injection * scale + (0 if self.injection is None else self.injection)
         else:
             injection = self.injection
@@ -135,7 +137,8 @@ def route(
         selection: add the bias to the ``score`` (Kimi K3, DeepSeek-V3) or to the ``logit`` (Marin, Megatron
             micro_batch).
         tally: counts the margins of valid tokens in place (``UniformTally``, ``RadixTally``).
-        valid: ``[T]`` bool, True for real tokens. Padding is routed, but is neither in ``load`` nor in ``tally``.
+        valid: ``[T]`` bool, True for real tokens. Padding is routed (so its logits must be finite too), but
+            is neither in ``load`` nor in ``tally``.
         gate: ``sigmoid`` or ``softmax`` scores.
         normalise: gate weights of a token sum to ``scale``.
         scale: factor on the gate weights.
@@ -151,6 +154,8 @@ def route(
     """
     options = Gate(gate, normalise, scale)
     _check(logits, bias, top_k, selection, valid, num_sequences)
+    if tally is not None and tally.counts.shape[0] != logits.shape[1]:
+        raise ValueError(f"tally counts {tally.counts.shape[0]} experts, the logits have {logits.shape[1]}")
     experts, cutoff = _select(logits.detach(), bias, top_k, selection, options, tally, valid)
     counted = experts if valid is None else experts[valid]
     load = torch.bincount(counted.flatten(), minlength=logits.shape[1]).int()
@@ -174,6 +179,8 @@ def _check(
         raise ValueError(f"selection must be 'score' or 'logit', got {selection!r}")
     if bias is not None and tuple(bias.shape) != (num_experts,):
         raise ValueError(f"bias must be [{num_experts}], got {tuple(bias.shape)}")
+    if bias is not None and not bias.isfinite().all():
+        raise ValueError(f"bias must be finite, got {int((~bias.isfinite()).sum())} of {num_experts} that are not")
     if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (num_tokens,)):
         raise ValueError(
             f"valid must be bool [{num_tokens}], True for real tokens, got {valid.dtype} {tuple(valid.shape)}"

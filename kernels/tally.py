@@ -24,7 +24,7 @@ class Tally(Protocol):
         """Count ``margins [T, E]`` of valid tokens."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UniformTally:
     """Equal bins between ``lower`` and ``upper``; a margin outside is counted in the outermost bin and in ``clamped``.
 
@@ -62,7 +62,7 @@ class UniformTally:
         self.clamped.add_(((margins < self.lower) | (margins > self.upper)).sum(0))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RadixTally:
     """The high byte of the order-preserving BF16 key: the first pass of the exact selection.
 

@@ -35,6 +35,14 @@ def restore_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def restore_default_dtype() -> Iterator[None]:
+    """Give the default dtype back that the test has changed."""
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)

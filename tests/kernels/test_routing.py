@@ -398,6 +398,22 @@ def test_number_of_threads_does_not_matter(gate: str) -> None:
         assert torch.equal(routing.experts, expected.experts)
 
 
+@pytest.mark.usefixtures("restore_default_dtype")
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_default_dtype_does_not_matter(gate: str) -> None:
+    # E9
+    logits, bias = draw(2049, 60)
+    expected_tally, tally = uniform_tally(60), uniform_tally(60)
+    expected = route(logits, bias, 6, gate=gate, normalise=True, scale=2.5, tally=expected_tally)
+    torch.set_default_dtype(torch.bfloat16)
+    routing = route(logits, bias, 6, gate=gate, normalise=True, scale=2.5, tally=tally)
+    assert routing.weights.dtype == routing.margins.dtype == torch.float32
+    assert torch.equal(routing.weights, expected.weights)
+    assert torch.equal(routing.margins, expected.margins)
+    assert torch.equal(routing.experts, expected.experts)
+    assert torch.equal(tally.counts, expected_tally.counts)
+
+
 # what the pass counts is what the routing gives
 
 
