@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,9 @@ def run_all(
             "under torchrun (RANK is set) the command cannot start ranks of its own: make the run folder with "
             "launch=false first, then expected: torchrun ... -m equipoise.experiments.train <run folder>"
         )
-    console, trainer = console or Console(), trainer or default_trainer()
+    # without a terminal rich takes 80 columns, too few for the table
+    console = console or Console(width=None if sys.stdout.isatty() else 100)
+    trainer = trainer or default_trainer()
     jobs, failures = check(configs, trainer, console) if sweep else ([prepare(1, configs[0], trainer)], [])
     if not configs[0]["launch"]:
         print_commands(jobs, console)

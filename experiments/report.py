@@ -238,7 +238,7 @@ def _page(report: Report, head: list[str], body: list[list[str]], figures: Seque
 
 def print_table(report: Report, console: Console) -> None:
     """Show the table, its rule, the warnings and where the page is."""
-    console.print(tables.terminal(report.table, report.reference))
+    console.print(tables.terminal(report.table, report.reference, speed=console.width >= 100))
     console.print(report.rule, style="dim", markup=False, highlight=False)
     for text in report.warnings:
         console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)

@@ -137,11 +137,15 @@ def escape_latex(text: str) -> str:
     return "".join(special.get(c, c if c.isascii() else "?") for c in text)
 
 
-def terminal(table: pd.DataFrame, reference: str) -> Table:
-    """The compact table of the terminal: no intervals, one digit less, within 100 columns for the presets' names."""
+def terminal(table: pd.DataFrame, reference: str, speed: bool = True) -> Table:
+    """The compact table of the terminal: no intervals, one digit less, within 100 columns for the presets' names.
+
+    Without the column of tokens per second (``speed``) it needs 80.
+    """
     grid = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     grid.add_column("balancer", overflow="fold", min_width=16)
-    for title in header(reference)[1:]:
+    titles = header(reference)[1:]
+    for title in titles if speed else titles[:-1]:
         # headings on two lines leave the width to the numbers
         heading = title.replace(" MaxVio", "\nMaxVio").replace("/s", "\n/s").replace("difference", "diff.")
         grid.add_column(heading, justify="right", no_wrap=True)
@@ -149,7 +153,8 @@ def terminal(table: pd.DataFrame, reference: str) -> Table:
         row = [record["balancer"], _seeds(record)]
         for key, _, digits in COLUMNS:
             row += [spread(record[key], record[f"{key}_std"], digits - 1), _short_difference(record, key, digits - 1)]
-        grid.add_row(*(Text(cell) for cell in [*row, _rate(record["tokens_per_s"])]))
+        row += [_rate(record["tokens_per_s"])] if speed else []
+        grid.add_row(*(Text(cell) for cell in row))
     return grid
 
 
