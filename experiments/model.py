@@ -74,22 +74,26 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, S, D]`` to ``[B, S, D]``."""
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        """``[B, S, D]`` to ``[B, S, D]``; ``turns`` as ``rotary_turns`` gives them."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        y = F.scaled_dot_product_attention(rotate(q, turns), rotate(k, turns), v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotary positions on ``[B, heads, S, head width]``.
+def rotary_turns(length: int, width: int, device: torch.device, base: float = 10_000.0) -> Tensor:
+    """Cosines and sines of the angles of rotary positions, ``[2, length, width / 2]`` fp32.
 
     Reference: Su et al., arXiv 2104.09864.
     """
-    length, width = x.shape[-2:]
-    rates = base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
-    angles = torch.outer(torch.arange(length, device=x.device, dtype=torch.float32), rates)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    rates = base ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), rates)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Turn the pairs ``(x[i], x[i + width/2])`` of ``x [B, heads, S, head width]`` by their position's angles."""
+    cos, sin = turns.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
@@ -104,9 +108,9 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(width)
         self.feed_forward = feed_forward
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, S, D]`` to ``[B, S, D]``."""
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        """``[B, S, D]`` to ``[B, S, D]``; ``turns`` as ``rotary_turns`` gives them."""
+        x = x + self.attention(self.attention_norm(x), turns)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -160,8 +164,9 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """``tokens [B, S]`` int64 to logits ``[B, S, V]``."""
         x = self.embedding(tokens)
+        turns = rotary_turns(tokens.shape[1], self.config.width // self.config.num_heads, x.device)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, turns)
         return self.head(self.norm(x))
 
     def routers(self) -> Iterator[Router]:

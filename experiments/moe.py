@@ -182,7 +182,8 @@ def combine(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Ten
     num_experts, top_k = experts.w_in.shape[0], chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
     counts = chosen.flatten().bincount(minlength=num_experts)
-    y = experts(x[order // top_k], counts)
-    # undo the sort: a gather has no colliding writes
-    y_TKD = y[order.argsort()].unflatten(0, (-1, top_k))
+    # copies first, then permutations: no two gradients are added in an order that is left open
+    copies = x[:, None].expand(-1, top_k, -1).flatten(0, 1)
+    y = experts(copies.index_select(0, order), counts)
+    y_TKD = y.index_select(0, order.argsort()).unflatten(0, (-1, top_k))
     return (y_TKD * weights[..., None].to(y.dtype)).sum(1)

@@ -211,6 +211,17 @@ def test_s2_recomputation_is_not_counted_again(row: Row, mode: str, schedule: st
     assert torch.equal(next_bias(balancer), next_bias(reference))
 
 
+@every_bias
+def test_s2_reset_forgets_forwards_that_had_no_backward(row: Row, feed: Feed) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    feed(balancer, tokens(20))
+    balancer.reset()
+    # the only counted forward of a re-entrant checkpoint is its recomputation
+    run_step(lambda logits: (feed(balancer, logits).weights * 2).sum(), "reentrant", "accumulate")
+    run_step(lambda logits: (feed(reference, logits).weights * 2).sum(), "none", "accumulate")
+    assert torch.equal(next_bias(balancer), next_bias(reference))
+
+
 @every_gradient
 @every_checkpoint
 @every_schedule

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from equipoise.balancers import LEI, ExactQB
-from equipoise.experiments.model import Model, ModelConfig, rotate
+from equipoise.experiments.model import Model, ModelConfig, rotary_turns, rotate
 
 SIZES = ModelConfig(
     width=16, num_heads=2, num_layers=3, num_dense_layers=1, dense_width=24, num_experts=8, top_k=2, expert_width=8
@@ -38,7 +38,8 @@ def test_a_later_token_does_not_change_earlier_logits():
 def test_rotary_products_depend_on_distance_only():
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(8, generator=generator), torch.randn(8, generator=generator)
-    products = rotate(q.expand(1, 1, 10, 8)) @ rotate(k.expand(1, 1, 10, 8)).transpose(-1, -2)
+    turns = rotary_turns(10, 8, q.device)
+    products = rotate(q.expand(1, 1, 10, 8), turns) @ rotate(k.expand(1, 1, 10, 8), turns).transpose(-1, -2)
     torch.testing.assert_close(products[0, 0, 2, 0], products[0, 0, 9, 7])
     assert not torch.allclose(products[0, 0, 2, 0], products[0, 0, 3, 0])
 
