@@ -48,14 +48,15 @@ class Balancer(FixedDtype):
 
     def __init__(self, num_experts: int, top_k: int) -> None:
         super().__init__()
-        if not 1 <= top_k < num_experts:
+        if not (isinstance(num_experts, int) and isinstance(top_k, int) and 1 <= top_k < num_experts):
             raise ValueError(
-                f"top_k must be at least 1 and below num_experts (there is no cutoff otherwise), "
+                f"top_k must be a whole number from 1 to num_experts - 1 (there is no cutoff otherwise), "
                 f"got top_k={top_k} and num_experts={num_experts}"
             )
         self.num_experts = num_experts
         self.top_k = top_k
         self._accumulators: list[str] = []
+        self._counted_forwards = 0
 
     def add_accumulator(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> None:
         """A zeroed tensor attribute (see ``add_scratch``) that ``reset`` clears in place."""
@@ -66,6 +67,35 @@ class Balancer(FixedDtype):
         """Drop what was observed since the last update; all addresses stay."""
         for name in self._accumulators:
             getattr(self, name).zero_()
+        self._counted_forwards = 0
+
+    def counts_forward(self) -> bool:
+        """Whether the forward at hand counts: training, with gradients, and not the recomputation of one that counted.
+
+        A forward inside a backward pass is a recomputation (activation checkpointing). The non-reentrant kind has
+        counted in its first forward; the re-entrant kind ran that one without gradients and counts now.
+        """
+        recomputed = _in_backward() and self._counted_forwards > 0
+        return self.training and torch.is_grad_enabled() and not recomputed
+
+    def close_forward(self) -> None:
+        """Note that the forward at hand is over, so that its recomputation is known when it comes."""
+        if not _in_backward():
+            self._counted_forwards += self.counts_forward()
+        elif self._counted_forwards > 0:
+            self._counted_forwards -= 1
+
+    def check_sizes(self, routing: Routing) -> None:
+        """Refuse a routing of other sizes.
+
+        Raises:
+            ValueError: with both pairs of numbers.
+        """
+        if (routing.num_experts, routing.top_k) != (self.num_experts, self.top_k):
+            raise ValueError(
+                f"{type(self).__name__} is made for num_experts={self.num_experts} and top_k={self.top_k}, "
+                f"got a routing over num_experts={routing.num_experts} with top_k={routing.top_k}"
+            )
 
     def reset_parameters(self) -> None:
         """Initial state, for a module that was built on the meta device and moved by ``to_empty``."""
@@ -86,9 +116,9 @@ class BiasBalancer(Balancer):
     =============== =========================================== ======================== ===================
 
     A forward counts when the module is in training mode, gradients are enabled, it is not frozen, and it is not the
-    recomputation of one that has been counted (activation checkpointing). ``solve`` is a coroutine: it yields a
-    local statistic and receives the sum over all token shards; whoever drives it decides what that means. Where no
-    token was counted it returns NaN and the bias stays.
+    recomputation of one that has been counted (activation checkpointing, one level of it). ``solve`` is a coroutine:
+    it yields a local statistic and receives the sum over all token shards; whoever drives it decides what that means.
+    Where no token was counted it returns NaN and the bias stays.
 
     Args:
         num_experts: ``E``.
@@ -116,7 +146,6 @@ class BiasBalancer(Balancer):
         self.ema = ema
         self.centre = centre
         self.frozen = frozen
-        self._counted_forwards = 0
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
 
     def open_tally(self) -> Tally | None:
@@ -138,7 +167,7 @@ class BiasBalancer(Balancer):
     @property
     def tally(self) -> Tally | None:
         """What to hand to ``route``: None whenever this forward must not be counted."""
-        return self.open_tally() if self._counts() else None
+        return self.open_tally() if self.counts_forward() and not self.frozen else None
 
     def observe(self, routing: Routing) -> None:
         """Take in the routing of one microbatch, if this forward counts."""
@@ -147,30 +176,21 @@ class BiasBalancer(Balancer):
                 f"{type(self).__name__} bins margins of bounded scores; "
                 f"it needs selection='score', got selection={routing.selection!r}"
             )
-        in_backward = _in_backward()
-        if self._counts():
+        self.check_sizes(routing)
+        if self.frozen:
+            return
+        if self.counts_forward():
             self.accumulate(routing)
-            self._counted_forwards += not in_backward
-        elif in_backward:
-            self._counted_forwards -= self._counted_forwards > 0
-
-    def _counts(self) -> bool:
-        recomputed = _in_backward() and self._counted_forwards > 0
-        return self.training and torch.is_grad_enabled() and not self.frozen and not recomputed
+        self.close_forward()
 
     def adopt(self, solution: Tensor) -> None:
-        """Move the bias to what ``solve`` returned, in place, and reset; a solution with NaN leaves it as it is."""
+        """Move the bias to what ``solve`` returned, in place, and reset; unless all of it is finite the bias stays."""
         target = solution.double()
         if self.centre:
             target = target - target.mean()
         moved = (self.ema * self.bias + (1 - self.ema) * target).float()
-        self.bias.copy_(torch.where(solution.isnan().any(), self.bias, moved))
+        self.bias.copy_(torch.where(moved.isfinite().all(), moved, self.bias))
         self.reset()
-
-    def reset(self) -> None:
-        """Drop what was observed since the last update; the bias and all addresses stay."""
-        super().reset()
-        self._counted_forwards = 0
 
     def reset_parameters(self) -> None:
         """Zero bias, empty accumulators."""
@@ -179,6 +199,8 @@ class BiasBalancer(Balancer):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        # load_state_dict(assign=True) puts the stored tensor here, whatever its dtype
+        self.bias = self.bias.float()
         error_messages = args[-1]
         if f"{prefix}bias" not in state_dict:
             # also with strict=False: a router that silently starts from a zero bias picks other experts
@@ -220,9 +242,11 @@ class GradientBalancer(Balancer):
 
     def steer(self, routing: Routing) -> Routing:
         """The same routing with this balancer's gradient attached; as it is in eval mode and without gradients."""
+        self.check_sizes(routing)
         if not (self.training and torch.is_grad_enabled()):
             return routing
         injection, penalty = self.injection(routing), self.penalty(routing)
+        self.close_forward()
         return routing.steered(injection=injection, penalty=penalty, scale=self.loss_scale)
 
 

@@ -1,7 +1,10 @@
 """The auxiliary loss of GShard and Switch, over a microbatch, each sequence, or the global batch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..kernels import Routing
 from .base import GradientBalancer
@@ -23,7 +26,7 @@ class GShard(GradientBalancer):
         coefficient: weight of the loss.
         scope: ``microbatch``; ``sequence``: the mean over sequences of the same expression (DeepSeek-V3);
             ``global``: ``f`` from counts summed over token shards and over the microbatches of the step so far, one
-            all-reduce of ``E`` int64 per layer and microbatch.
+            all-reduce of ``E`` int64 per layer and microbatch, so every rank must run as many training forwards.
         bound: ``tanh`` multiplies the residual ``f - 1`` by LEI's factor ``tanh(xi) / xi``, ``xi = max |f - 1|``
             (the "normalised" pair).
 
@@ -60,16 +63,36 @@ class GShard(GradientBalancer):
         """The loss of this microbatch, 0-dim."""
         num_sequences = routing.num_sequences if self.scope == "sequence" else 1
         load_NE, shares_NE, tokens_N = _per_sequence(routing, num_sequences)
-        if self.scope == "global":
+        # a recomputation neither counts nor communicates: its value is never used, see _Excess
+        first = self.counts_forward()
+        if self.scope == "global" and first:
             self.step_load.add_(routing.load)
             load_NE = sum_over_shards([self.step_load], self.token_shards)[0][None]
         error = residual(load_NE).to(shares_NE.dtype)
         counted = tokens_N > 0
-        excess = (error * shares_NE).sum(-1)
         # sum_e f*P = 1 + sum_e (f - 1)*P, since P sums to 1
-        factor = bound_factor(error, self.bound)
-        self.last_value = _mean(1 + excess, counted).detach()
-        return self.coefficient * _mean(1 + factor * excess, counted)
+        if first:
+            self.last_value = _mean(1 + (error * shares_NE).sum(-1), counted).detach()
+        slope_NE = bound_factor(error, self.bound)[:, None] * error
+        return self.coefficient * _mean(1 + _Excess.apply(shares_NE, slope_NE), counted)
+
+
+class _Excess(torch.autograd.Function):
+    """``sum_e slope[n, e] * shares[n, e]``, with a slope that activation checkpointing does not recompute.
+
+    Saved tensors are dropped and made again; by then the load of the step so far is another one. A plain attribute
+    stays what it was in the first forward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shares_NE: Tensor, slope_NE: Tensor) -> Tensor:
+        ctx.slope = slope_NE
+        return (shares_NE * slope_NE).sum(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
+        return grad_N[:, None] * ctx.slope, None
 
 
 def _per_sequence(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -52,7 +52,7 @@ class HistogramQB(BiasBalancer):
         """One round: the histogram, with the clamped margins as one more column."""
         pooled = (yield torch.cat([self.counts, self.clamped[:, None]], dim=1)).long()
         counts, clamped = pooled[:, :-1], pooled[:, -1]
-        self.clamped_share.copy_(clamped.sum() / counts.sum().clamp(min=1))
+        self.clamped_share.copy_(clamped.sum().double() / counts.sum().clamp(min=1))
         return histogram_quantile(counts, self.top_k, self.bias.min() - 1, self.bias.max() + 1)
 
     def reset_parameters(self) -> None:
@@ -88,7 +88,7 @@ def histogram_quantile(counts: Tensor, top_k: int, lower: Tensor, upper: Tensor)
     inside = counts.gather(-1, chosen).squeeze(-1)
     before = upto.gather(-1, chosen).squeeze(-1) - inside
     # (q - before) / inside with q = T*K/E, from integers
-    fraction = ((tokens * top_k - before * num_experts) / (inside * num_experts)).double().clamp(0, 1)
+    fraction = ((tokens * top_k - before * num_experts).double() / (inside * num_experts)).clamp(0, 1)
     width = (upper.double() - lower.double()) / num_bins
     quantile = lower.double() + (chosen.squeeze(-1) + fraction) * width
     return torch.where(tokens > 0, quantile, torch.nan)

@@ -1,6 +1,6 @@
 """Measures of balance. ``E`` experts, ``T`` tokens, ``K`` experts a token; a load counts assignments per expert.
 
-All take a load ``[..., E]`` of any integer dtype, give fp64 ``[...]`` and are 0 (balanced) where no token was routed.
+All take a load ``[..., E]`` of any integer dtype, give fp64 ``[...]`` and say "balanced" where no token was routed.
 """
 
 import torch

@@ -22,7 +22,7 @@ class SignedCount(BiasBalancer):
         shared: ``ema``, ``frozen`` of ``BiasBalancer``.
 
     Raises:
-        ValueError: unknown ``rule``, ``rate`` not positive.
+        ValueError: unknown ``rule``, ``rate`` not positive, ``centre`` given.
 
     Reference: Wang et al., arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437.
     """
@@ -39,6 +39,8 @@ class SignedCount(BiasBalancer):
         centred: bool = False,
         **shared: Any,
     ) -> None:
+        if "centre" in shared:
+            raise ValueError("SignedCount has a rule of its own: centred=True or False, got centre")
         super().__init__(num_experts, top_k, centre=False, **shared)
         if rule not in ("sign", "proportional"):
             raise ValueError(f"rule must be 'sign' or 'proportional', got {rule!r}")
@@ -59,7 +61,7 @@ class SignedCount(BiasBalancer):
         total = load.sum()
         # E * (mean - c), in integers: a load of 257 against 256 keeps its sign
         error = total - self.num_experts * load
-        step = error.sign().double() if self.rule == "sign" else error / total
+        step = error.sign().double() if self.rule == "sign" else error.double() / total
         if self.centred:
             step = step - step.mean()
         return torch.where(total > 0, self.bias + self.rate * step, torch.nan)

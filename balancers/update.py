@@ -25,6 +25,9 @@ def update_balancers(balancers: nn.Module | Iterable[Balancer], group: dist.Proc
         balancers: a model whose balancers are found in module order, or the balancers.
         group: process group of the ranks that hold different tokens (token shards); None is the default group if
             ``torch.distributed`` is initialised, else this process alone.
+
+    Raises:
+        ValueError: something in ``balancers`` is none.
     """
     found = _find(balancers)
     active = [balancer for balancer in found if isinstance(balancer, BiasBalancer) and not balancer.frozen]
@@ -45,10 +48,12 @@ def simulate_ranks(ranks: Sequence[Sequence[BiasBalancer]]) -> None:
             layer has the same new bias.
 
     Raises:
-        ValueError: ranks with different numbers of layers.
+        ValueError: ranks with different numbers of layers, or a layer that is frozen on some ranks only.
     """
     if len({len(layers) for layers in ranks}) > 1:
         raise ValueError(f"every rank must have the same layers, got {[len(layers) for layers in ranks]} balancers")
+    if any(len({balancer.frozen for balancer in replicas}) > 1 for replicas in zip(*ranks, strict=True)):
+        raise ValueError("the replicas of a layer must be frozen on all ranks or on none")
     active = [[balancer for balancer in layers if not balancer.frozen] for layers in ranks]
     shards = lockstep([_over_ranks([layer.solve() for layer in replicas]) for replicas in zip(*active, strict=True)])
     for replicas, solution in zip(zip(*active, strict=True), run_locally(shards), strict=True):
@@ -127,4 +132,8 @@ def _find(balancers: nn.Module | Iterable[Balancer]) -> list[Balancer]:
         return [balancers]
     if isinstance(balancers, nn.Module):
         return [module for module in balancers.modules() if isinstance(module, Balancer)]
-    return list(balancers)
+    found = list(balancers)
+    for each in found:
+        if not isinstance(each, Balancer):
+            raise ValueError(f"expected a model or balancers, got {type(each).__name__} among them")
+    return found

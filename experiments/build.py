@@ -103,7 +103,7 @@ def make_optimizer(config: dict[str, Any], model: Model) -> torch.optim.Optimize
         {"params": matrices, "weight_decay": optim["weight_decay"]},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=optim["learning_rate"], betas=tuple(optim["betas"]))
+    return torch.optim.AdamW(groups, lr=optim["learning_rate"], betas=tuple(optim["betas"]), fused=True)
 
 
 def learning_rate(optim: dict[str, Any], step: int) -> float:

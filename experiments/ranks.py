@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 # the optimizer imports torch._dynamo, which takes as long as torch itself
-PRELOADED = ["equipoise.experiments.train", "torch._dynamo"]
+PRELOADED = ["equipoise.experiments.train", "torch._dynamo", "wandb"]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 

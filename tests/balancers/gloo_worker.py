@@ -64,7 +64,7 @@ def record_all_reduces() -> list[tuple[str, int]]:
         calls.append((str(tensor.dtype), tensor.numel()))
         return original(tensor, *args, **options)
 
-    dist.all_reduce = all_reduce  # type: ignore[assignment]
+    dist.all_reduce = all_reduce
     return calls
 
 
@@ -88,7 +88,7 @@ def steered(balancer: GShard, logits: Tensor, valid: Tensor | None = None) -> tu
     return leaf.grad, routing
 
 
-def replicated_gradients(group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
+def replicated_gradients(group: dist.ProcessGroup | None) -> dict[str, list[Tensor]]:
     """Router gradients by scope, with identical fp64 input on every rank of the group."""
     gradients: dict[str, list[Tensor]] = {}
     for scope in ("microbatch", "global"):

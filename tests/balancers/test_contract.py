@@ -588,7 +588,7 @@ def test_e9_steering_under_default_bf16(row: Row) -> None:
 @every_balancer
 def test_e10_meta_device_then_to_empty(row: Row, feed: Feed) -> None:
     with torch.device("meta"):
-        model = nn.ModuleList([row.build(E, K)])
+        model: Any = nn.ModuleList([row.build(E, K)])
     balancer, reference = model.to_empty(device="cpu")[0], row.build(E, K)
     for tensor in tensors(balancer).values():
         # what uninitialised memory may hold
@@ -609,7 +609,7 @@ def test_e11_resume_gives_the_same_bits(row: Row, feed: Feed) -> None:
     update_balancers([balancer])
     saved = copy.deepcopy(nn.ModuleList([balancer]).state_dict())
     assert list(saved) == ["0.bias"]
-    resumed = nn.ModuleList([row.build(E, K)])
+    resumed: Any = nn.ModuleList([row.build(E, K)])
     resumed.load_state_dict(saved)
     for each in (balancer, resumed[0]):
         feed(each, tokens(20, seed=1))

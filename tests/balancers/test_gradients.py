@@ -17,7 +17,7 @@ from equipoise.kernels import Routing, route
 
 E, K = 6, 2
 GATES = ["sigmoid", "softmax"]
-TIGHT = {"rtol": 1e-11, "atol": 1e-17}
+TIGHT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-17}
 
 
 def tokens(count: int, seed: int = 0) -> Tensor:

@@ -69,7 +69,7 @@ def test_every_option_of_a_group_passes_the_check(group):
         (["balancer=histogram_qb", "model.selection=logit"], "HistogramQB needs selection='score'"),
         (["balancer=gshard", "balancer.gradient.coefficient=0"], "balancer.gradient: coefficient must be positive"),
         (["+balancer.extra=1"], "balancer has the keys name, bias and gradient, got extra too"),
-        (["model.num_dense_layers=3", "model.dense_width=8"], "no mixture-of-experts layer"),
+        (["model.num_dense_layers=2", "model.dense_width=8"], "no mixture-of-experts layer"),
         (["optim.steps=0"], "optim.steps must be a positive whole number, got 0"),
         (["optim.learning_rate=-1"], "optim.learning_rate must be positive, got -1"),
         (["optim.schedule=step"], "optim.schedule must be one of cosine, linear, constant, got 'step'"),
