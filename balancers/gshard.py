@@ -72,7 +72,7 @@ class GShard(GradientBalancer):
         counted = tokens_N > 0
         # sum_e f*P = 1 + sum_e (f - 1)*P, since P sums to 1
         if first:
-            self.last_value = _mean(1 + (error * shares_NE).sum(-1), counted).detach()
+            self.last_value = _mean(1 + (error * shares_NE.detach()).sum(-1), counted)
         slope_NE = bound_factor(error, self.bound)[:, None] * error
         return self.coefficient * _mean(1 + _Excess.apply(shares_NE, slope_NE), counted)
 
