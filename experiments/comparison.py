@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from .runs import FREE
+from .runs import FREE, flatten
 
 # the order of the default experiment; presets that it does not know follow alphabetically
 ORDER = (
@@ -88,21 +88,6 @@ class Row:
     @property
     def complete(self) -> list[Run]:
         return [run for run in self.runs if run.complete]
-
-
-def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping with dotted keys.
-
-    >>> flatten({"optim": {"steps": 3}, "seed": 0})
-    {'optim.steps': 3, 'seed': 0}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def load_runs(folder: Path) -> list[Run]:

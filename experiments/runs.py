@@ -105,7 +105,7 @@ def refuse_other_run(folder: Path, config: Mapping[str, Any]) -> None:
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} holds files but no config.yaml: not a run, so nothing is written there")
         return
-    stored, given = _flatten(load_config(folder)), _flatten(config)
+    stored, given = flatten(load_config(folder)), flatten(config)
     for key in sorted(stored.keys() | given.keys()):
         old, new = stored.get(key, _ABSENT), given.get(key, _ABSENT)
         if old != new and key.split(".")[0] not in FREE:
@@ -115,10 +115,18 @@ def refuse_other_run(folder: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping with dotted keys.
+
+    >>> flatten({"optim": {"steps": 3}, "seed": 0})
+    {'optim.steps': 3, 'seed': 0}
+    """
     flat: dict[str, Any] = {}
     for key, value in section.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 

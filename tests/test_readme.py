@@ -41,7 +41,12 @@ def test_own_balancer_from_another_package(tmp_path):
     command = [Path(sys.executable).parent / "equipoise", "--config-dir", "my_configs", "balancer=tanh_count"]
     sizes = ["parallel.ranks=1", "optim.steps=2", "optim.warmup=1", "tracker=none", "data.validation_sequences=2"]
     result = subprocess.run(
-        [*command, *sizes], cwd=tmp_path, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True, check=False
+        [*command, *sizes],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     (folder,) = (tmp_path / "runs" / "default").glob("tanh_count-s0-*")
