@@ -420,11 +420,11 @@ def test_stdlib_config_gives_the_default_data(stdlib: Corpus) -> None:
     corpus = hydra.utils.instantiate(config.source)
     assert corpus.facts == stdlib.facts
     sizes = {name: config[name] for name in ("sequence_length", "microbatch_sequences", "microbatches")}
-    assert Batches(corpus.train, **sizes, seed=0).microbatch(0, 0).shape == (4, 129)
+    assert Batches(corpus.train, **sizes, seed=0).microbatch(0, 0).shape == (2, 129)
     rows = validation_sequences(
         corpus.validation, sequence_length=config.sequence_length, num_sequences=config.validation_sequences
     )
-    assert rows.shape == (256, 129)
+    assert rows.shape == (128, 129)
 
 
 def test_text_config_differs_only_in_its_source(tmp_path: Path) -> None:
