@@ -27,12 +27,11 @@ from .comparison import (
     Row,
     Run,
     environment_warnings,
-    flatten,
     group_rows,
     load_runs,
     refuse_incomparable,
 )
-from .runs import FREE
+from .runs import FREE, flatten
 from .statistics import LEVEL, MIN_SEEDS, mean_and_std, paired_difference, tail_mean, tail_start
 
 REFERENCE = "eqb"
