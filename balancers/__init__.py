@@ -8,7 +8,7 @@ from .lei import LEI
 from .metrics import max_violation
 from .rank_averaged_qb import RankAveragedQB
 from .signed_count import SignedCount
-from .update import simulate_ranks, update_balancers
+from .update import reset_balancers, simulate_ranks, update_balancers
 
 __all__ = [
     "LEI",
@@ -20,6 +20,7 @@ __all__ = [
     "RankAveragedQB",
     "SignedCount",
     "max_violation",
+    "reset_balancers",
     "simulate_ranks",
     "update_balancers",
 ]

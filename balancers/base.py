@@ -108,6 +108,7 @@ class BiasBalancer(Balancer):
     =============== =========================================== ======================== ===================
     hook            when                                        by whom                  default
     =============== =========================================== ======================== ===================
+    ``reserve``     once, before training                       the trainer              nothing
     ``open_tally``  before a forward that counts                the router, ``tally``    None
     ``accumulate``  after a forward that counts                 the router, ``observe``  (required)
     ``solve``       once per optimizer step, layers in lockstep ``update_balancers``     (required)
@@ -131,7 +132,7 @@ class BiasBalancer(Balancer):
         bias: ``[E]`` fp32, added for selection only (``s + b``); the only saved state.
 
     Raises:
-        ValueError: ``top_k`` outside ``[1, num_experts)``, ``ema`` outside ``[0, 1)``.
+        ValueError: ``top_k`` outside ``[1, num_experts)``, ``ema`` outside ``[0, 1)``, a switch that is no bool.
     """
 
     bias: Tensor
@@ -143,10 +144,16 @@ class BiasBalancer(Balancer):
         super().__init__(num_experts, top_k)
         if not 0.0 <= ema < 1.0:
             raise ValueError(f"ema must be in [0, 1), got {ema}")
+        for name, value in {"centre": centre, "frozen": frozen}.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be true or false, got {value!r}")
         self.ema = ema
         self.centre = centre
         self.frozen = frozen
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
+
+    def reserve(self, num_tokens: int) -> None:
+        """Hook: make room for the valid tokens of one optimizer step on this rank, so that no address moves later."""
 
     def open_tally(self) -> Tally | None:
         """Hook: what the routing pass shall count, or None."""

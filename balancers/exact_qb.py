@@ -50,6 +50,10 @@ class ExactQB(BiasBalancer):
         self.store = MarginStore(num_experts, KEYS[key])
         self.add_accumulator("counts", num_experts, 256)
 
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for the margins of ``num_tokens`` tokens."""
+        self.store.reserve(num_tokens)
+
     def open_tally(self) -> RadixTally | None:
         """The high byte of the bf16 key; an fp32 key is counted from the stored margins."""
         return RadixTally(self.counts) if self.key == "bf16" else None

@@ -30,6 +30,10 @@ class GShard(GradientBalancer):
         bound: ``tanh`` multiplies the residual ``f - 1`` by LEI's factor ``tanh(xi) / xi``, ``xi = max |f - 1|``
             (the "normalised" pair).
 
+    **Choice:** with ``global``, "the step so far" means that an early microbatch of a step is steered by fewer counts
+    than a late one, so the gradient of the step depends on how its microbatches are spread over ranks and
+    accumulation; with the other scopes it does not.
+
     Raises:
         ValueError: unknown ``scope`` or ``bound``, ``coefficient`` not positive.
 
@@ -51,7 +55,7 @@ class GShard(GradientBalancer):
         super().__init__(num_experts, top_k)
         if scope not in SCOPES:
             raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
-        if not coefficient > 0:
+        if not 0 < coefficient < float("inf"):
             raise ValueError(f"coefficient must be positive (leave the slot empty to switch it off), got {coefficient}")
         self.coefficient = coefficient
         self.scope = scope

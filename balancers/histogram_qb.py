@@ -33,7 +33,7 @@ class HistogramQB(BiasBalancer):
 
     def __init__(self, num_experts: int, top_k: int, *, num_bins: int = 1000, **shared: Any) -> None:
         super().__init__(num_experts, top_k, **shared)
-        if num_bins < 1:
+        if not isinstance(num_bins, int) or num_bins < 1:
             raise ValueError(f"num_bins must be at least 1, got {num_bins}")
         self.add_accumulator("counts", num_experts, num_bins)
         self.add_accumulator("clamped", num_experts)

@@ -39,7 +39,7 @@ class LEI(GradientBalancer):
         units: str = "raw",
     ) -> None:
         super().__init__(num_experts, top_k)
-        if not eta > 0 or not tau > 0:
+        if not (0 < eta < float("inf") and 0 < tau < float("inf")):
             raise ValueError(
                 f"eta and tau must be positive (leave the slot empty to switch it off), got {eta} and {tau}"
             )

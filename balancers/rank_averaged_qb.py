@@ -41,6 +41,10 @@ class RankAveragedQB(BiasBalancer):
         # sum of quantiles, and behind them how many there are
         self.add_accumulator("total", num_experts + 1, dtype=torch.float32)
 
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for the margins of ``num_tokens`` tokens."""
+        self.store.reserve(num_tokens)
+
     def accumulate(self, routing: Routing) -> None:
         """Keep the margins; per microbatch, take their quantile at once."""
         self.store.append(routing.valid_margins)

@@ -44,7 +44,7 @@ class SignedCount(BiasBalancer):
         super().__init__(num_experts, top_k, centre=False, **shared)
         if rule not in ("sign", "proportional"):
             raise ValueError(f"rule must be 'sign' or 'proportional', got {rule!r}")
-        if not rate > 0:
+        if not 0 < rate < float("inf"):
             raise ValueError(f"rate must be positive, got {rate}")
         self.rate = rate
         self.rule = rule

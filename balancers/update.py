@@ -35,8 +35,13 @@ def update_balancers(balancers: nn.Module | Iterable[Balancer], group: dist.Proc
     solutions = drive(rounds, lambda statistics: sum_over_shards(statistics, group))
     for balancer, solution in zip(active, solutions, strict=True):
         balancer.adopt(solution)
-    for each in found:
-        each.reset()
+    reset_balancers(found)
+
+
+def reset_balancers(balancers: nn.Module | Iterable[Balancer]) -> None:
+    """Drop what was observed of an optimizer step that is aborted or skipped; biases stay."""
+    for balancer in _find(balancers):
+        balancer.reset()
 
 
 @torch.no_grad()
@@ -128,8 +133,6 @@ def _over_ranks(solves: Sequence[Solve]) -> Solve:
 
 
 def _find(balancers: nn.Module | Iterable[Balancer]) -> list[Balancer]:
-    if isinstance(balancers, Balancer):
-        return [balancers]
     if isinstance(balancers, nn.Module):
         return [module for module in balancers.modules() if isinstance(module, Balancer)]
     found = list(balancers)

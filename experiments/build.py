@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_choice, check_number, check_switch, check_whole
 from .data import Batches, Corpus, validation_sequences
 from .model import Model, ModelConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NUM_BYTES = 256
 SCHEDULES = ("cosine", "linear", "constant")
 
 
@@ -25,14 +27,14 @@ def check(config: dict[str, Any]) -> None:
     with torch.device("meta"):
         make_model(config)
     _check_optim(config["optim"])
-    _check_whole(config["validation"], "validation", "every")
-    _check_whole(config["checkpoint"], "checkpoint", "every")
-    precision = config["parallel"]["precision"]
-    if precision not in PRECISIONS:
-        raise ValueError(f"parallel.precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    mode = config["tracker"]["mode"]
-    if mode not in ("offline", "online", "none"):
-        raise ValueError(f"tracker.mode must be offline, online or none, got {mode!r}")
+    check_whole("validation.every", config["validation"]["every"])
+    check_whole("checkpoint.every", config["checkpoint"]["every"])
+    check_switch("checkpoint.keep", config["checkpoint"]["keep"])
+    check_number("report.tail", config["report"]["tail"], positive=True, high=1)
+    check_choice("parallel.precision", config["parallel"]["precision"], PRECISIONS)
+    check_choice("tracker.mode", config["tracker"]["mode"], ("offline", "online", "none"))
+    if config["model"]["vocabulary"] < NUM_BYTES:
+        raise ValueError(f"model.vocabulary must hold all {NUM_BYTES} bytes, got {config['model']['vocabulary']}")
     make_data(config)
 
 
@@ -68,7 +70,7 @@ def _construct(where: str, target: str, options: dict[str, Any], *sizes: Any) ->
     try:
         return resolve_name(target)(*sizes, **options)
     except (TypeError, ValueError, ImportError, AttributeError) as error:
-        raise ValueError(f"{where}: {_plain(error)}") from error
+        raise ValueError(f"{where}: {_plain(error)} (given: {options})") from error
 
 
 def make_data(config: dict[str, Any]) -> tuple[Corpus, Batches, Tensor]:
@@ -122,21 +124,18 @@ def learning_rate(optim: dict[str, Any], step: int) -> float:
 
 
 def _check_optim(optim: dict[str, Any]) -> None:
-    _check_whole(optim, "optim", "steps")
-    for key in ("learning_rate", "clip"):
-        if not optim[key] > 0:
-            raise ValueError(f"optim.{key} must be positive, got {optim[key]}")
-    for key in ("weight_decay", "warmup", "final"):
-        if optim[key] < 0:
-            raise ValueError(f"optim.{key} must not be negative, got {optim[key]}")
-    if optim["schedule"] not in SCHEDULES:
-        raise ValueError(f"optim.schedule must be one of {', '.join(SCHEDULES)}, got {optim['schedule']!r}")
-
-
-def _check_whole(section: dict[str, Any], name: str, key: str) -> None:
-    value = section[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}.{key} must be a positive whole number, got {value!r}")
+    check_whole("optim.steps", optim["steps"])
+    check_whole("optim.warmup", optim["warmup"], low=0)
+    check_number("optim.learning_rate", optim["learning_rate"], positive=True)
+    check_number("optim.clip", optim["clip"], positive=True)
+    check_number("optim.weight_decay", optim["weight_decay"])
+    check_number("optim.final", optim["final"], high=1)
+    check_choice("optim.schedule", optim["schedule"], SCHEDULES)
+    betas = optim["betas"]
+    if not isinstance(betas, list) or len(betas) != 2:
+        raise ValueError(f"optim.betas must be two numbers, got {betas!r}")
+    for beta in betas:
+        check_number("optim.betas", beta, high=0.9999999)
 
 
 def _plain(error: Exception) -> str:

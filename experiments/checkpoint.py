@@ -39,7 +39,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     """Load the newest checkpoint in ``folder`` in place and return its position; None if there is none.
 
     Raises:
-        ValueError: the checkpoint lacks part of the model, for example a selection bias.
+        ValueError: the checkpoint cannot be read, or lacks part of the model, for example a selection bias.
     """
     steps = _steps(folder)
     if not steps:
@@ -50,11 +50,17 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     place = folder / f"step-{steps[-1]}"
     position = {"step": 0, "tokens": 0, "skipped": 0}
     state, groups = _state(model, optimizer, position)
-    stored = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+    try:
+        stored = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+    except Exception as error:
+        raise _unreadable(place, error) from error
     missing = sorted(key for key in _keys(state) if key not in stored)
     if missing:
         raise ValueError(f"the checkpoint {place} lacks {len(missing)} tensors of this model: {', '.join(missing[:5])}")
-    dcp.load(state, checkpoint_id=place)
+    try:
+        dcp.load(state, checkpoint_id=place)
+    except Exception as error:
+        raise _unreadable(place, error) from error
     set_state_dict(
         model,
         optimizer,
@@ -62,6 +68,11 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         optim_state_dict={"state": state["optimizer"], "param_groups": groups},
     )
     return {name: int(state["position"][name]) for name in position}
+
+
+def _unreadable(place: Path, error: Exception) -> ValueError:
+    why = f"{type(error).__name__}: {error}".splitlines()[0]
+    return ValueError(f"the checkpoint {place} cannot be read ({why}); remove it to go on from the one before")
 
 
 def _state(

@@ -242,14 +242,13 @@ class Batches:
         microbatch_sequences: int,
         microbatches: int,
         seed: int,
-        num_steps: int | None = None,
     ) -> None:
         _check_positive(
             sequence_length=sequence_length, microbatch_sequences=microbatch_sequences, microbatches=microbatches
         )
         if seed < 0:
             raise ValueError(f"seed is {seed}: expected 0 or more")
-        self.tokens, self.seed, self.num_steps = tokens, seed, num_steps
+        self.tokens, self.seed = tokens, seed
         self.sequence_length, self.microbatches = sequence_length, microbatches
         self.chunk_tokens = sequence_length * microbatch_sequences
         # the target of the last token is one token further
@@ -263,8 +262,8 @@ class Batches:
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def _chunk(self, step: int, index: int) -> int:
-        if step < 0 or (self.num_steps is not None and step >= self.num_steps):
-            raise IndexError(f"step is {step}: expected 0 or more, and less than num_steps ({self.num_steps})")
+        if step < 0:
+            raise IndexError(f"step is {step}: expected 0 or more")
         if not 0 <= index < self.microbatches:
             raise IndexError(f"microbatch index is {index}: expected 0 <= index < {self.microbatches}")
         epoch, place = divmod(step * self.microbatches + index, self.num_chunks)

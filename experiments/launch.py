@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 if TYPE_CHECKING:
     from .jobs import Trainer
@@ -112,13 +112,17 @@ def _run_for_plugin(config: dict[str, Any], trainer: "Trainer | None") -> float 
 
 def explain(error: BaseException) -> str:
     """The message of an error; where a key is unknown, with the keys that exist beside it."""
-    message = str(error).strip()
+    # where Hydra has looked is of use to its developers
+    message = str(error).split("\nConfig search path")[0].strip()
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         parent, _, key = str(cause.full_key).rpartition(".")
         known = ", ".join(sorted(str(name) for name in cause.parent_node if name != "hydra"))
         place = f"in {parent}" if parent else "at the top"
-        return f"{message.splitlines()[0]}\nthere is no key {key!r} {place}: expected one of {known}"
+        expected = f"expected one of {known}" if known else f"it is empty, choose {parent.replace('.', '/')}=... first"
+        return f"{message.splitlines()[0]}\nthere is no key {key!r} {place}: {expected}"
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{message.splitlines()[0].rpartition(': ')[2]} is missing: it has no default, give it a value"
     # OmegaConf adds lines for its developers
     detail = (
         str(cause).strip().splitlines()[0] if isinstance(cause, OmegaConfBaseException) and cause is not error else ""

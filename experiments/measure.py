@@ -17,65 +17,53 @@ from ..balancers.metrics import (
     load_entropy,
     max_violation,
 )
-from .moe import Router
+from ..balancers.update import sum_over_shards
+from .moe import Router, z_loss
 from .parallel import Ranks
 
 
 class Meter:
-    """Collects losses and loads of the microbatches of one optimizer step; ``finish`` sums them over ranks."""
+    """Collects what the microbatches of one optimizer step show on this rank; ``finish`` sums it over ranks."""
 
     def __init__(self, routers: Sequence[Router], ranks: Ranks) -> None:
         self.routers = routers
         self.ranks = ranks
         self.losses: list[Tensor] = []
-        self.loads: list[Tensor] = []
+        self.layers: list[list[dict[str, Tensor]]] = []
 
     def add(self, loss: Tensor) -> None:
-        """Take in a microbatch after its forward: its language-model loss (mean nats per token) and the loads."""
+        """Take in a microbatch after its forward: its language-model loss (mean nats per token) and what was routed."""
         self.losses.append(loss.detach().double())
-        if self.routers:
-            self.loads.append(torch.stack([_last(router).load for router in self.routers]))
+        self.layers.append([_observe(router) for router in self.routers])
 
     def finish(self) -> tuple[dict[str, Any], Tensor]:
         """The metrics of the step, equal on all ranks, and its global load ``[L, E]`` int64 on the CPU.
 
-        The intervention rate is measured on the last microbatch of every rank.
+        What is not a load is a mean over the microbatches of all ranks.
         """
-        count = len(self.losses)
-        sums = [torch.stack(self.losses).sum()[None], self.losses[0].new_tensor([count])]
-        worst = self.losses[0].new_zeros(len(self.routers))
-        if self.routers:
-            loads_MLE = torch.stack(self.loads)
-            local_ML = max_violation(loads_MLE)
-            worst = local_ML.amax(0)
-            intervention = torch.stack([intervention_rate(_last(router)) for router in self.routers])
-            sums += [local_ML.sum(0), intervention, self._balance_loss(), loads_MLE.sum(0).double().flatten()]
-        # one collective for all sums: counts are exact in fp64
-        total = self.ranks.sum(torch.cat(sums)).cpu()
-        worst = self.ranks.max(worst).cpu()
-        self.losses, self.loads = [], []
-        num_layers = len(self.routers)
-        sizes = [1, 1, *([num_layers] * 3 if num_layers else []), total.numel() - 2 - 3 * num_layers]
-        loss, cells, *layers = total.split(sizes if num_layers else [1, 1])
-        row: dict[str, Any] = {"loss": (loss / cells).item()}
-        if not num_layers:
-            return row | {"global_maxvio": None, "local_maxvio": None}, torch.zeros(0, 0, dtype=torch.int64)
-        local, intervention, balance, load = layers
-        load_LE = load.view(num_layers, -1).long()
-        row |= _load_metrics(load_LE) | _local_metrics(local / cells, worst)
-        row["intervention"] = (intervention.mean() / self.ranks.world_size).item()
-        row["balance_loss"] = (balance.mean() / self.ranks.world_size).item() if self._has_balance_loss() else None
-        row["layers"] = {"global_maxvio": max_violation(load_LE).tolist(), "local_maxvio": (local / cells).tolist()}
+        losses_M = torch.stack(self.losses)
+        names = self.layers[0][0] if self.routers else {}
+        by_name = {name: torch.stack([_column(layers, name) for layers in self.layers]) for name in names}
+        worst = by_name["local_maxvio"].amax() if self.routers else losses_M.new_zeros(())
+        sums = {"count": torch.ones_like(losses_M).sum(), "loss": losses_M.sum()}
+        sums |= {name: values.sum(0) for name, values in by_name.items()}
+        # counts are exact in fp64, so one collective takes everything
+        totals = dict(zip(sums, sum_over_shards(list(sums.values()), self.ranks.token_shards), strict=True))
+        largest = self.ranks.max(worst.reshape(1)).item()
+        self.losses, self.layers = [], []
+        means = {name: total.cpu() / totals["count"].cpu() for name, total in totals.items()}
+        row: dict[str, Any] = {"loss": means["loss"].item(), "global_maxvio": None, "local_maxvio": None}
+        if not self.routers:
+            return row, torch.zeros(0, 0, dtype=torch.int64)
+        load_LE = totals["load"].cpu().long()
+        local_L = means["local_maxvio"]
+        row |= _load_metrics(load_LE)
+        row |= {"local_maxvio": local_L.max().item(), "local_maxvio_mean": local_L.mean().item()}
+        row |= {"local_maxvio_max": largest, "intervention": means["intervention"].mean().item()}
+        for name in ("balance_loss", "z_loss"):
+            row[name] = means[name].mean().item() if name in means else None
+        row["layers"] = {"global_maxvio": max_violation(load_LE).tolist(), "local_maxvio": local_L.tolist()}
         return row | self._bias_metrics(), load_LE
-
-    def _has_balance_loss(self) -> bool:
-        return any(router.gradient is not None and router.gradient.last_value is not None for router in self.routers)
-
-    def _balance_loss(self) -> Tensor:
-        """Coefficient-free balance loss of the last microbatch, ``[L]``; zeros where there is none."""
-        values = [None if router.gradient is None else router.gradient.last_value for router in self.routers]
-        zero = self.losses[0].new_zeros(())
-        return torch.stack([zero if value is None else value.double() for value in values])
 
     def _bias_metrics(self) -> dict[str, float | None]:
         balancers = [router.bias for router in self.routers if router.bias is not None]
@@ -90,9 +78,25 @@ class Meter:
         return row
 
 
-def _last(router: Router) -> Any:
-    assert router.last is not None, "measured before the first forward"
-    return router.last
+def _observe(router: Router) -> dict[str, Tensor]:
+    """What one layer showed on one microbatch, fp64."""
+    routing = router.last
+    assert routing is not None, "measured before the first forward"
+    seen = {
+        "load": routing.load.double(),
+        "local_maxvio": max_violation(routing.load),
+        "intervention": intervention_rate(routing),
+    }
+    if router.gradient is not None and router.gradient.last_value is not None:
+        seen["balance_loss"] = router.gradient.last_value.double()
+    if router.z_loss:
+        seen["z_loss"] = z_loss(routing).double()
+    return seen
+
+
+def _column(layers: list[dict[str, Tensor]], name: str) -> Tensor:
+    """One measure of all layers, ``[L, ...]``."""
+    return torch.stack([layer[name] for layer in layers])
 
 
 def _load_metrics(load_LE: Tensor) -> dict[str, Any]:
@@ -108,12 +112,4 @@ def _load_metrics(load_LE: Tensor) -> dict[str, Any]:
         "device_maxvio": {
             str(count): device_max_violation(load_LE, count).max().item() for count in devices if count < num_experts
         },
-    }
-
-
-def _local_metrics(local_L: Tensor, worst_L: Tensor) -> dict[str, float]:
-    return {
-        "local_maxvio": local_L.max().item(),
-        "local_maxvio_mean": local_L.mean().item(),
-        "local_maxvio_max": worst_L.max().item(),
     }

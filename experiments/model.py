@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..balancers import BiasBalancer, GradientBalancer
+from .checks import check_choice, check_number, check_switch, check_whole
 from .moe import Experts, MoE, Router, SwiGLU
 
 
@@ -41,11 +42,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("width", "num_heads", "num_layers", "num_experts", "top_k", "expert_width", "vocabulary"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"model.{name} must be positive, got {getattr(self, name)}")
-        for name in ("num_dense_layers", "dense_width", "shared_width", "z_loss", "init_std"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.{name} must not be negative, got {getattr(self, name)}")
+            check_whole(f"model.{name}", getattr(self, name))
+        for name in ("num_dense_layers", "dense_width", "shared_width"):
+            check_whole(f"model.{name}", getattr(self, name), low=0)
+        check_number("model.scale", self.scale, positive=True)
+        check_number("model.init_std", self.init_std, positive=True)
+        check_number("model.z_loss", self.z_loss)
+        check_switch("model.normalise", self.normalise)
+        check_choice("model.selection", self.selection, ("score", "logit"))
+        check_choice("model.gate", self.gate, ("sigmoid", "softmax"))
         if self.top_k >= self.num_experts:
             raise ValueError(
                 f"model.top_k must be below model.num_experts (there is no cutoff otherwise), "

@@ -39,7 +39,9 @@ class Ranks:
     def wrap(self, model: nn.Module) -> DistributedDataParallel:
         """Data parallelism: gradients are averaged over ranks."""
         devices = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices)
+        # looking for unused parameters keeps DDP from rebuilding its buckets after the first backward of a process: a
+        # resumed run then adds gradients up in the same order as one that was not cut
+        return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable
@@ -82,7 +84,7 @@ def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
     multiprocessing.set_forkserver_preload(PRELOADED)
     _quiet_torch()
     try:
-        elastic_launch(config, _run_rank)(main, str(folder))
+        elastic_launch(config, _run_rank)(main, str(folder), os.getpid())
     except ChildFailedError as error:
         raise _root_cause(error, logs, ranks) from error
     except SignalException as stopped:
@@ -103,13 +105,24 @@ def _quiet_torch() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _run_rank(main: Callable[[str], None], folder: str) -> None:
+def _run_rank(main: Callable[[str], None], folder: str, launcher: int) -> None:
+    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     try:
         main(folder)
     except Exception:
         # the agent keeps the trace in a JSON file, people look for it in the log
         traceback.print_exc()
         raise
+
+
+def _end_with(launcher: int) -> None:
+    """End this rank when the launcher is gone: killed, it stops nobody, and who starts the job again would meet it."""
+    while True:
+        time.sleep(1)
+        try:
+            os.kill(launcher, 0)
+        except ProcessLookupError:
+            os._exit(1)
 
 
 def _next_attempt(log: Path) -> Path:

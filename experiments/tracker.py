@@ -2,6 +2,7 @@
 
 import json
 import math
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,12 @@ class Tracker:
 
 def _cut_back(metrics: Path, loads: Path, step: int) -> list[dict[str, Any]]:
     """Drop what was recorded after ``step``; a line that a crash has cut short goes with it."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     if metrics.exists():
         for line in metrics.read_text(encoding="utf-8").splitlines()[:step]:
             rows.append(json.loads(line))
+    if [row["step"] for row in rows] != list(range(1, step + 1)):
+        raise ValueError(f"{metrics} does not hold the steps 1 to {step} that the checkpoint has behind it")
     write_text(metrics, "".join(json.dumps(row) + "\n" for row in rows))
     for part in loads.glob("*.parquet"):
         if part.name.startswith(".") or int(part.stem.split("-")[-1]) > step:
@@ -99,6 +102,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _wandb_id(folder: Path) -> str:
+    """Id of the W&B run of this folder, drawn once: a folder's name may come again in another experiment."""
+    path = folder / "wandb-id"
+    if not path.exists():
+        write_text(path, uuid.uuid4().hex[:12])
+    return path.read_text(encoding="utf-8")
+
+
 def _start_wandb(folder: Path, config: dict[str, Any]) -> Any:
     """A W&B run: group = experiment, job_type = balancer, x-axis tokens; None when the tracker is off."""
     tracker, balancer = config["tracker"], config["balancer"]
@@ -112,7 +123,7 @@ def _start_wandb(folder: Path, config: dict[str, Any]) -> Any:
         project=tracker["project"],
         entity=tracker["entity"],
         dir=folder,
-        id=folder.name,
+        id=_wandb_id(folder),
         resume="allow",
         name=f"{balancer['name']}-s{config['seed']}",
         group=config["name"],

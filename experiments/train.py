@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..balancers import update_balancers
+from ..balancers import reset_balancers, update_balancers
 from . import build
 from .checkpoint import load_checkpoint, save_checkpoint
 from .measure import Meter
@@ -52,8 +52,8 @@ def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
     routers = list(model.routers())
     for router in routers:
         router.loss_scale = 1 / accumulation
-        if router.gradient is not None:
-            router.gradient.token_shards = ranks.token_shards
+        if router.bias is not None:
+            router.bias.reserve(tokens_per_step // ranks.world_size)
     optimizer = build.make_optimizer(config, model)
     position = load_checkpoint(folder / "checkpoints", model, optimizer) or {"step": 0, "tokens": 0, "skipped": 0}
     replica = ranks.wrap(model)
@@ -62,15 +62,18 @@ def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
 
     tracker = Tracker(folder, config, position["step"]) if ranks.first else None
     if ranks.first:
+        parameters = model.count_parameters()
         facts = {"world_size": ranks.world_size, "backend": torch.distributed.get_backend(), "data": corpus.facts}
-        write_environment(folder, **facts, parameters=model.count_parameters())
+        write_environment(folder, **facts, parameters=parameters)
+        print(f"{parameters['total']:,} parameters, {parameters['active']:,} active for a token")
     meter = Meter(routers, ranks)
 
     while position["step"] < optim["steps"]:
         started = time.perf_counter()
         step = position["step"]
+        rate = build.learning_rate(optim, step + 1)
         for group in optimizer.param_groups:
-            group["lr"] = build.learning_rate(optim, step + 1)
+            group["lr"] = rate
         for index in range(accumulation):
             tokens = batches.microbatch(step, ranks.rank * accumulation + index).to(ranks.device)
             # gradients are averaged over ranks once, with the last microbatch
@@ -85,14 +88,14 @@ def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
             optimizer.step()
         else:
             position["skipped"] += 1
-            drop_observations(model)
+            reset_balancers(model)
         optimizer.zero_grad()
         position["step"] += 1
         position["tokens"] += tokens_per_step
 
         metrics, load_LE = meter.finish()
         seconds = time.perf_counter() - started
-        row = position | metrics | {"learning_rate": build.learning_rate(optim, step + 1), "grad_norm": norm.item()}
+        row = position | metrics | {"learning_rate": rate, "grad_norm": norm.item()}
         row |= {"seconds": seconds, "tokens_per_s": tokens_per_step / seconds}
         last = position["step"] == optim["steps"]
         row |= {"val_loss": None, "val_bpb": None}
@@ -109,24 +112,16 @@ def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
 
     if tracker is not None:
         summary = {"steps": position["step"], "tokens": position["tokens"], "skipped": position["skipped"]}
-        summary |= {"wall_s": sum(row["seconds"] for row in tracker.rows), "val_bpb": tracker.rows[-1]["val_bpb"]}
-        tracker.finish(summary)
+        summary |= {"train_s": sum(row["seconds"] for row in tracker.rows), "val_bpb": tracker.rows[-1]["val_bpb"]}
+        tracker.finish(summary | {f"{name}_parameters": count for name, count in parameters.items()})
+        write_json(folder / "summary.json", summary)
         if not config["checkpoint"]["keep"]:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        write_json(folder / "summary.json", summary)
 
 
 def language_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     """Mean nats per token: ``logits [B, S, V]`` against ``tokens [B, S+1]`` shifted by one."""
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def drop_observations(model: Model) -> None:
-    """Forget what the balancers saw of a step that is not taken."""
-    for router in model.routers():
-        for balancer in (router.bias, router.gradient):
-            if balancer is not None:
-                balancer.reset()
 
 
 @torch.no_grad()
@@ -135,6 +130,9 @@ def validation_loss(model: Model, sequences: Tensor, batch: int, ranks: Ranks, a
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for part in sequences[ranks.rank :: ranks.world_size].split(batch):
+        # with fewer sequences than ranks, the split of nothing is one empty part
+        if not len(part):
+            continue
         tokens = part.to(ranks.device)
         with autocast:
             loss = language_loss(model(tokens[:, :-1]), tokens)

@@ -366,9 +366,9 @@ def test_too_few_tokens_for_a_step_is_an_error() -> None:
         batches(np.zeros(0, np.uint8))
 
 
-@pytest.mark.parametrize(("step", "index"), [(-1, 0), (5, 0), (0, -1), (0, 3)])
+@pytest.mark.parametrize(("step", "index"), [(-1, 0), (0, -1), (0, 3)])
 def test_positions_out_of_range_are_errors(step: int, index: int) -> None:
-    data = batches(np.zeros(100, np.uint8), num_steps=5)
+    data = batches(np.zeros(100, np.uint8))
     assert data.microbatch(4, 2).shape == (2, 5)
     with pytest.raises(IndexError, match=f"is {step if index == 0 else index}: expected 0"):
         data.microbatch(step, index)

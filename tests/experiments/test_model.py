@@ -73,12 +73,18 @@ def test_g8_a_balancer_that_nothing_uses_is_refused():
     ("changes", "message"),
     [
         ({"top_k": 8}, "top_k=8 and num_experts=8"),
-        ({"top_k": 0}, "model.top_k must be positive, got 0"),
-        ({"width": -4}, "model.width must be positive, got -4"),
+        ({"top_k": 0}, "model.top_k must be a positive whole number, got 0"),
+        ({"width": -4}, "model.width must be a positive whole number, got -4"),
         ({"width": 18, "num_heads": 4}, "width=18 and num_heads=4"),
         ({"num_dense_layers": 4}, "num_dense_layers=4 and num_layers=3"),
         ({"dense_width": 0}, "model.dense_width must be positive"),
-        ({"z_loss": -1.0}, "model.z_loss must not be negative"),
+        ({"width": "abc"}, "model.width must be a positive whole number, got 'abc'"),
+        ({"num_layers": 2.5}, "model.num_layers must be a positive whole number, got 2.5"),
+        ({"gate": "foo"}, "model.gate must be one of sigmoid, softmax, got 'foo'"),
+        ({"selection": "foo"}, "model.selection must be one of score, logit, got 'foo'"),
+        ({"normalise": "maybe"}, "model.normalise must be true or false, got 'maybe'"),
+        ({"scale": float("inf")}, "model.scale must be a positive number, got inf"),
+        ({"z_loss": -1.0}, "model.z_loss must be a number of at least 0, got -1.0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, message):

@@ -127,13 +127,25 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(two_ranks, tm
     assert rows(other)[0]["loss"] != rows(two_ranks)[0]["loss"]
 
 
-def test_one_rank_sees_the_same_step_as_two(two_ranks, tmp_path, alone):
-    folder = write_run(tmp_path / "one", "balancer=eqb_lei", "optim.steps=1", ranks=1)
-    train.main(str(folder))
-    one, two = rows(folder)[0], rows(two_ranks)[0]
-    assert one["loss"] == pytest.approx(two["loss"])
-    assert one["layers"] == two["layers"]
-    assert one["local_maxvio_max"] == two["local_maxvio_max"]
+def test_g2_one_rank_takes_the_same_steps_as_two(tmp_path, alone):
+    """Gradients of loss, auxiliary loss, injection and z-loss, logged values, and validation over uneven shards."""
+    options = ["balancer=eqb_gshard", "balancer.gradient.coefficient=0.5", "model.z_loss=0.1", "optim.steps=3"]
+    options += ["validation.every=1", "data.validation_sequences=5"]
+    two = write_run(tmp_path / "two", *options)
+    assert torchrun(two).returncode == 0
+    one = write_run(tmp_path / "one", *options, ranks=1)
+    train.main(str(one))
+    for left, right in zip(rows(one), rows(two), strict=True):
+        assert left["layers"] == right["layers"]
+        for name in ("loss", "grad_norm", "bias_norm", "balance_loss", "z_loss", "intervention", "val_loss"):
+            assert left[name] == pytest.approx(right[name], rel=1e-4), name
+    assert rows(one)[0]["balance_loss"] > 1
+
+
+def test_fewer_validation_sequences_than_ranks(tmp_path):
+    folder = write_run(tmp_path / "run", "data.validation_sequences=1", "optim.steps=1", "optim.warmup=1")
+    assert torchrun(folder).returncode == 0
+    assert rows(folder)[0]["val_bpb"] > 0
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_the_bias(tmp_path, alone, monkeypatch):
