@@ -1,9 +1,11 @@
 """Start the ranks of one job with torchrun's own API, and say in one line why one of them failed."""
 
+import contextlib
 import json
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import threading
 import time
@@ -117,12 +119,16 @@ def _run_rank(main: Callable[[str], None], folder: str, launcher: int) -> None:
 
 def _end_with(launcher: int) -> None:
     """End this rank when the launcher is gone: killed, it stops nobody, and who starts the job again would meet it."""
-    while True:
-        time.sleep(1)
-        try:
-            os.kill(launcher, 0)
-        except ProcessLookupError:
-            os._exit(1)
+    try:
+        # readable as soon as the process has ended
+        select.select([os.pidfd_open(launcher)], [], [])
+    except (AttributeError, OSError):
+        # a system without it
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.kill(launcher, 0)
+                time.sleep(1)
+    os._exit(1)
 
 
 def _next_attempt(log: Path) -> Path:
