@@ -53,10 +53,14 @@ def simulate_ranks(ranks: Sequence[Sequence[BiasBalancer]]) -> None:
             layer has the same new bias.
 
     Raises:
-        ValueError: ranks with different numbers of layers, or a layer that is frozen on some ranks only.
+        ValueError: ranks with different numbers of layers, a layer that is frozen on some ranks only, or something that
+            is no bias balancer.
     """
     if len({len(layers) for layers in ranks}) > 1:
         raise ValueError(f"every rank must have the same layers, got {[len(layers) for layers in ranks]} balancers")
+    for balancer in (balancer for layers in ranks for balancer in layers):
+        if not isinstance(balancer, BiasBalancer):
+            raise ValueError(f"expected bias balancers, got {type(balancer).__name__} among them")
     if any(len({balancer.frozen for balancer in replicas}) > 1 for replicas in zip(*ranks, strict=True)):
         raise ValueError("the replicas of a layer must be frozen on all ranks or on none")
     active = [[balancer for balancer in layers if not balancer.frozen] for layers in ranks]
@@ -65,8 +69,7 @@ def simulate_ranks(ranks: Sequence[Sequence[BiasBalancer]]) -> None:
         for balancer in replicas:
             balancer.adopt(solution)
     for layers in ranks:
-        for balancer in layers:
-            balancer.reset()
+        reset_balancers(layers)
 
 
 def drive(coroutine: Generator[Statistic, Statistic, Result], answer: Callable[[Statistic], Statistic]) -> Result:

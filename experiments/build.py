@@ -56,17 +56,15 @@ def make_model(config: dict[str, Any]) -> Model:
 
 
 def _maker(balancer: dict[str, Any], slot: str) -> Callable[[int, int], Any] | None:
-    options = dict(balancer.get(slot) or {})
-    if not options:
-        return None
-    target = options.pop("_target_", None)
-    if target is None:
-        raise ValueError(f"balancer.{slot} needs a _target_ (the balancer's class), got {options}")
-    return partial(_construct, f"balancer.{slot}", target, options)
+    return partial(_construct, f"balancer.{slot}", balancer[slot]) if balancer.get(slot) else None
 
 
-def _construct(where: str, target: str, options: dict[str, Any], *sizes: Any) -> Any:
-    """Call ``target``; a wrong option is an error of the config that says where."""
+def _construct(where: str, section: Any, *sizes: Any) -> Any:
+    """Call the ``_target_`` of a section with its options; a wrong one is an error of the config that says where."""
+    if not isinstance(section, dict) or not isinstance(section.get("_target_"), str):
+        raise ValueError(f"{where} must be a section with a _target_ (what to call), got {section!r}")
+    options = dict(section)
+    target = options.pop("_target_")
     try:
         return resolve_name(target)(*sizes, **options)
     except (TypeError, ValueError, ImportError, AttributeError) as error:
@@ -80,8 +78,7 @@ def make_data(config: dict[str, Any]) -> tuple[Corpus, Batches, Tensor]:
         ValueError: data missing, unreadable, or shorter than one optimizer step.
     """
     data = config["data"]
-    options = dict(data["source"])
-    corpus = _construct("data", options.pop("_target_"), options)
+    corpus = _construct("data.source", data["source"])
     length = data["sequence_length"]
     batches = Batches(
         corpus.train,

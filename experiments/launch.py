@@ -14,7 +14,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 if TYPE_CHECKING:
     from .jobs import Trainer
@@ -121,7 +127,7 @@ def explain(error: BaseException) -> str:
         place = f"in {parent}" if parent else "at the top"
         expected = f"expected one of {known}" if known else f"it is empty, choose {parent.replace('.', '/')}=... first"
         return f"{message.splitlines()[0]}\nthere is no key {key!r} {place}: {expected}"
-    if isinstance(cause, MissingMandatoryValue):
+    if isinstance(cause, MissingMandatoryValue | InterpolationToMissingValueError):
         return f"{message.splitlines()[0].rpartition(': ')[2]} is missing: it has no default, give it a value"
     # OmegaConf adds lines for its developers
     detail = (

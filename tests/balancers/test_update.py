@@ -135,9 +135,15 @@ def test_virtual_ranks_need_the_same_layers() -> None:
         simulate_ranks([[SignedCount(4, 1), SignedCount(4, 1)], [SignedCount(4, 1)]])
 
 
-def test_no_virtual_rank_is_nothing_to_do() -> None:
-    simulate_ranks([])
-    simulate_ranks([[], []])
+@pytest.mark.parametrize("ranks", [[], [[], []]])
+def test_no_virtual_rank_is_nothing_to_do(ranks: list[list[BiasBalancer]]) -> None:
+    simulate_ranks(ranks)
+    assert not any(ranks)
+
+
+def test_only_bias_balancers_have_virtual_ranks() -> None:
+    with pytest.raises(ValueError, match="expected bias balancers, got LEI among them"):
+        simulate_ranks([[LEI(8, 2)]])  # type: ignore[list-item]
 
 
 @pytest.fixture(scope="module")

@@ -48,11 +48,14 @@ def test_every_slot_can_be_changed_alone(slot):
 
 @pytest.mark.parametrize("name", names("experiment"))
 def test_every_experiment_composes_and_passes_the_check(name):
-    build.check(resolved(f"experiment={name}"))
+    config = resolved(f"experiment={name}")
+    build.check(config)
+    assert config["name"] == name
 
 
 @pytest.mark.parametrize("group", ["model", "optim", "parallel", "tracker"])
 def test_every_option_of_a_group_passes_the_check(group):
+    assert names(group)
     for name in names(group):
         build.check(resolved(f"{group}={name}"))
 
@@ -87,6 +90,7 @@ def test_every_option_of_a_group_passes_the_check(group):
         (["validation.every=0"], "validation.every must be a positive whole number, got 0"),
         (["parallel.precision=fp8"], "parallel.precision must be one of fp32, bf16, got 'fp8'"),
         (["tracker.mode=maybe"], "tracker.mode must be one of offline, online, none, got 'maybe'"),
+        (["data.source=null"], "data.source must be a section with a _target_ .*, got None"),
         (["data.sequence_length=-1"], "sequence_length"),
         (["data=text", "data.path=/no/such/folder"], "/no/such/folder"),
     ],

@@ -152,6 +152,7 @@ def test_cfg_prints_the_config(
         ("tracker=onlin", ["tracker/onlin", "offline", "online"]),
         ("balancer=eqb,none", ["--multirun"]),
         ("seed=???", ["seed is missing"]),
+        ("data=text", ["data.path is missing"]),
         ("seed", ["missing EQUAL"]),
     ],
 )
