@@ -80,6 +80,8 @@ class Balancer(FixedDtype):
 
     def close_forward(self) -> None:
         """Note that the forward at hand is over, so that its recomputation is known when it comes."""
+        if torch.compiler.is_compiling():
+            return
         if not _in_backward():
             self._counted_forwards += self.counts_forward()
         elif self._counted_forwards > 0:
@@ -258,5 +260,8 @@ class GradientBalancer(Balancer):
 
 
 def _in_backward() -> bool:
-    """Whether the autograd engine is running a backward pass: a forward inside it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether the autograd engine is running a backward pass: a forward inside it is a recomputation.
+
+    Not asked in code that is being compiled: a compiler that recomputes does so without running this again.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..kernels import RadixTally, Routing
+from ..kernels import MarginTally, Routing
 from .base import BiasBalancer, Solve
 from .quantile import MarginStore, radix_quantile
 
@@ -16,7 +15,7 @@ class ExactQB(BiasBalancer):
     """The K/E quantile of every expert's margins over the global batch, exact on margins rounded to ``key``.
 
     Two rounds (bf16) or four (fp32) of ``E * 256`` int32, whatever the number of tokens; the same tokens split over
-    any number of ranks and microbatches give the same bits. The first bf16 pass is counted by the routing kernel.
+    any number of ranks and microbatches give the same bits. The routing kernel leaves the margins.
 
     Args:
         key: ``bf16`` (2 rounds; spacing 0.0039 in [.5, 1)) or ``fp32`` (4 rounds).
@@ -28,8 +27,6 @@ class ExactQB(BiasBalancer):
     Raises:
         ValueError: unknown ``key`` or ``order``.
     """
-
-    counts: Tensor
 
     def __init__(
         self,
@@ -48,31 +45,25 @@ class ExactQB(BiasBalancer):
         self.key = key
         self.order = order
         self.store = MarginStore(num_experts, KEYS[key])
-        self.add_accumulator("counts", num_experts, 256)
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for the margins of ``num_tokens`` tokens."""
         self.store.reserve(num_tokens)
 
-    def open_tally(self) -> RadixTally | None:
-        """The high byte of the bf16 key; an fp32 key is counted from the stored margins."""
-        return RadixTally(self.counts) if self.key == "bf16" else None
+    def open_tally(self) -> MarginTally:
+        """The margins, rounded to the key's dtype."""
+        return MarginTally(self.store)
 
     def accumulate(self, routing: Routing) -> None:
-        """Keep the margins; count their high bytes, unless the routing pass has done so."""
-        margins = routing.valid_margins
-        self.store.append(margins)
-        tally = self.open_tally()
-        counted = isinstance(routing.tally, RadixTally) and routing.tally.counts is self.counts
-        if tally is not None and not counted:
-            tally.add(margins)
+        """Keep the margins, unless the routing pass has done so."""
+        self.store.take(routing)
 
     def solve(self) -> Solve:
         """One round per byte of the key."""
-        first = self.counts if self.key == "bf16" else None
-        return (yield from radix_quantile(self.store.margins, self.top_k, self.order, first))
+        store = self.store
+        return (yield from radix_quantile(store.buffer, self.top_k, self.order, store.filled))
 
     def reset(self) -> None:
-        """Empty the store and the counts; addresses stay."""
+        """Empty the store; addresses stay."""
         super().reset()
         self.store.reset()

@@ -66,57 +66,67 @@ class GShard(GradientBalancer):
     def penalty(self, routing: Routing) -> Tensor:
         """The loss of this microbatch, 0-dim."""
         num_sequences = routing.num_sequences if self.scope == "sequence" else 1
-        load_NE, shares_NE, tokens_N = _per_sequence(routing, num_sequences)
+        load_NE, tokens_N = _load(routing, num_sequences)
         # a recomputation neither counts nor communicates: its value is never used, see _Excess
         first = self.counts_forward()
         if self.scope == "global" and first:
             self.step_load.add_(routing.load)
             load_NE = sum_over_shards([self.step_load], self.token_shards)[0][None]
-        error = residual(load_NE).to(shares_NE.dtype)
-        counted = tokens_N > 0
+        error_NE = residual(load_NE).to(routing.weights.dtype)
+        slope_NE = error_NE if self.bound is None else bound_factor(error_NE, self.bound)[:, None] * error_NE
+        mean_NE, excess_N = _Excess.apply(routing.shares, slope_NE, routing.valid, tokens_N)
         # sum_e f*P = 1 + sum_e (f - 1)*P, since P sums to 1
         if first:
-            self.last_value = _mean(1 + (error * shares_NE.detach()).sum(-1), counted)
-        slope_NE = bound_factor(error, self.bound)[:, None] * error
-        return self.coefficient * _mean(1 + _Excess.apply(shares_NE, slope_NE), counted)
+            self.last_value = _mean(1 + (error_NE * mean_NE).sum(-1), tokens_N)
+        return self.coefficient * _mean(1 + excess_N, tokens_N)
 
 
 class _Excess(torch.autograd.Function):
-    """``sum_e slope[n, e] * shares[n, e]``, with a slope that activation checkpointing does not recompute.
+    """Mean shares ``P [N, E]`` of ``N`` runs of tokens, without gradient, and ``sum_e slope[n, e] * P[n, e]``, ``[N]``.
 
-    Saved tensors are dropped and made again; by then the load of the step so far is another one. A plain attribute
-    stays what it was in the first forward.
+    The slope is no saved tensor: activation checkpointing drops those and makes them again, and by then the load of the
+    step so far is another one. A plain attribute stays what it was in the first forward.
     """
 
     @staticmethod
-    def forward(ctx: Any, shares_NE: Tensor, slope_NE: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, shares: Tensor, slope_NE: Tensor, valid: Tensor | None, tokens_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        counted = shares if valid is None else shares * valid[:, None]
+        mean_NE = counted.unflatten(0, (len(tokens_N), -1)).sum(1) / tokens_N.clamp(min=1)[:, None]
+        ctx.save_for_backward(valid, tokens_N)
         ctx.slope = slope_NE
-        return (shares_NE * slope_NE).sum(-1)
+        ctx.num_tokens = len(shares)
+        ctx.mark_non_differentiable(mean_NE)
+        return mean_NE, (mean_NE * slope_NE).sum(-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
-        return grad_N[:, None] * ctx.slope, None
+    def backward(ctx: Any, _: Tensor, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        valid, tokens_N = ctx.saved_tensors
+        grad_NE = grad_N[:, None] * ctx.slope / tokens_N.clamp(min=1)[:, None]
+        grad_shares = grad_NE.repeat_interleave(ctx.num_tokens // len(tokens_N), dim=0)
+        return grad_shares if valid is None else grad_shares * valid[:, None], None, None, None
 
 
-def _per_sequence(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Load ``[N, E]``, mean shares ``[N, E]`` and valid tokens ``[N]`` of ``N = num_sequences`` runs of tokens."""
-    shares = routing.shares.unflatten(0, (num_sequences, -1))
+def _load(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor]:
+    """Load ``[N, E]`` and valid tokens ``[N]`` of ``N = num_sequences`` runs of tokens."""
     num_tokens = routing.logits.shape[0]
-    valid = (
-        routing.valid if routing.valid is not None else torch.ones(num_tokens, dtype=torch.bool, device=shares.device)
-    )
-    rows = valid.view(num_sequences, -1)
-    tokens = rows.sum(-1)
-    mean = (shares * rows[..., None]).sum(1) / tokens.clamp(min=1)[:, None]
+    if routing.valid is None:
+        tokens = torch.full((num_sequences,), num_tokens // num_sequences, device=routing.logits.device)
+    else:
+        tokens = routing.valid.view(num_sequences, -1).sum(-1)
     if num_sequences == 1:
-        return routing.load[None], mean, tokens
+        return routing.load[None], tokens
     chosen = routing.experts.view(num_sequences, -1)
-    weight = rows.repeat_interleave(routing.top_k, dim=1).long()
-    load = torch.zeros(num_sequences, routing.num_experts, dtype=torch.int64, device=shares.device)
-    return load.scatter_add_(1, chosen, weight), mean, tokens
+    load = torch.zeros(num_sequences, routing.num_experts, dtype=torch.int64, device=routing.logits.device)
+    if routing.valid is None:
+        return load.scatter_add_(1, chosen, torch.ones_like(chosen)), tokens
+    weight = routing.valid.view(num_sequences, -1).repeat_interleave(routing.top_k, dim=1).long()
+    return load.scatter_add_(1, chosen, weight), tokens
 
 
-def _mean(values: Tensor, counted: Tensor) -> Tensor:
-    """Mean of the values that count; 0 if none does."""
+def _mean(values: Tensor, tokens_N: Tensor) -> Tensor:
+    """Mean of the values of runs that have a token; 0 if none does."""
+    counted = tokens_N > 0
     return torch.where(counted, values, 0.0).sum() / counted.sum().clamp(min=1)

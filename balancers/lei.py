@@ -71,7 +71,7 @@ def bound_factor(error: Tensor, bound: str | None, tau: float = 1.0) -> Tensor:
     """
     if bound not in ("tanh", None):
         raise ValueError(f"bound must be 'tanh' or null, got {bound!r}")
-    largest = error.abs().amax(-1) / tau
     if bound is None:
-        return torch.ones_like(largest)
+        return error.new_ones(error.shape[:-1])
+    largest = error.abs().amax(-1) / tau
     return torch.where(largest > 0, largest.tanh() / largest, 1.0)

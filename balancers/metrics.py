@@ -19,7 +19,8 @@ def residual(load: Tensor) -> Tensor:
     """
     counts = load.double()
     total = counts.sum(-1, keepdim=True)
-    return torch.where(total > 0, (counts * counts.shape[-1] - total) / total.clamp(min=1), 0.0)
+    # without a token this is 0 / 1
+    return (counts * counts.shape[-1] - total) / total.clamp(min=1)
 
 
 def max_violation(load: Tensor) -> Tensor:

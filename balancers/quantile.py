@@ -6,63 +6,113 @@
 import torch
 from torch import Tensor
 
-from ..kernels import from_key, radix_counts, select_rank, target_rank
+from ..kernels import MarginTally, Routing, from_key, radix_counts, select_rank, target_rank
+from ..kernels.backend import use_triton
 from ..kernels.radix import num_passes
 from .base import FixedDtype, Solve
 
+# up to here a partial sort on the CPU takes less than four passes over 256 counters
+FEW_MARGINS = 2**16
+
 
 class MarginStore(FixedDtype):
-    """The margins of one optimizer step, in one buffer ``[capacity, E]`` that stays in place once large enough."""
+    """The margins of one optimizer step, in one buffer ``[capacity, E]`` that stays in place once large enough.
+
+    How many rows are in use is kept on the device, so that appending needs no synchronisation and can be captured
+    in a graph; whether they fit is known on the host as well, except in compiled or replayed code: there ``reserve``
+    must have made the room.
+    """
 
     buffer: Tensor
+    filled: Tensor
 
     def __init__(self, num_experts: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.num_rows = 0
+        self._expected = 0
         self.add_scratch("buffer", torch.empty(0, num_experts, dtype=dtype))
+        self.add_scratch("filled", torch.zeros(1, dtype=torch.int64))
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for ``num_tokens`` valid tokens of one optimizer step on this rank; what is stored stays."""
+        """Make room for ``num_tokens`` tokens of one optimizer step on this rank; what is stored stays."""
         if num_tokens > self.buffer.shape[0]:
             larger = self.buffer.new_empty(num_tokens, self.buffer.shape[1])
-            larger[: self.num_rows] = self.buffer[: self.num_rows]
+            larger[: self.buffer.shape[0]] = self.buffer
             self.buffer = larger
 
-    def append(self, margins: Tensor) -> None:
-        """Round ``margins [N, E]`` to the dtype of the store and keep them."""
-        end = self.num_rows + margins.shape[0]
-        self.reserve(end)
-        self.buffer[self.num_rows : end] = margins
-        self.num_rows = end
+    def room(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The buffer, with room for ``num_tokens`` more rows, and ``filled [1]`` int64.
+
+        Raises:
+            ValueError: no room, in code that is being compiled.
+        """
+        if torch.compiler.is_compiling():
+            if num_tokens > self.buffer.shape[0]:
+                raise ValueError(
+                    f"compiled code cannot grow the margin store: call reserve(tokens per step) before the first step, "
+                    f"got {num_tokens} tokens and room for {self.buffer.shape[0]}"
+                )
+        else:
+            self._expected += num_tokens
+            self.reserve(self._expected)
+        return self.buffer, self.filled
+
+    def take(self, routing: Routing) -> None:
+        """Keep the margins of a routing, unless its pass has left them here."""
+        if not isinstance(routing.tally, MarginTally) or routing.tally.rows is not self:
+            MarginTally(self).add(routing.valid_margins)
 
     @property
     def margins(self) -> Tensor:
-        """What is stored, ``[N, E]``, a view."""
-        return self.buffer[: self.num_rows]
+        """What is stored, ``[N, E]``, a view; rows of NaN belong to tokens that do not count."""
+        return self.buffer[: int(self.filled)]
 
     def reset(self) -> None:
         """Empty the store; the buffer stays."""
-        self.num_rows = 0
+        self.filled.zero_()
+        self._expected = 0
 
 
-def radix_quantile(margins: Tensor, top_k: int, order: str = "q", first: Tensor | None = None) -> Solve:
+def radix_quantile(margins: Tensor, top_k: int, order: str = "q", num_rows: Tensor | None = None) -> Solve:
     """Coroutine: the ``K/E`` quantile of every column over all token shards, one byte of the key per round.
 
     Args:
         margins: ``[N, E]`` bf16 or fp32 of this shard.
         top_k: ``K``.
         order: see ``target_rank``.
-        first: ``[E, 256]`` counts of the highest byte, if they are there already.
+        num_rows: ``[1]`` int64, how many of the rows are in use; None for all.
 
     Returns:
         ``[E]`` fp32; NaN where no shard has a token.
     """
-    num_experts = margins.shape[1]
     prefix = rank = None
     for byte in range(num_passes(margins.dtype)):
-        counts = yield first if byte == 0 and first is not None else radix_counts(margins, prefix, byte)
-        if rank is None:
-            rank = target_rank(counts.sum(-1), top_k, num_experts, order)
-        prefix, rank = select_rank(counts, prefix, rank)
+        counts = yield radix_counts(margins, prefix, byte, num_rows)
+        prefix, rank = _narrow(counts, prefix, rank, top_k, order)
     assert prefix is not None
     return from_key(prefix, margins.dtype)
+
+
+def local_quantile(store: MarginStore, top_k: int) -> Tensor:
+    """The ``K/E`` quantile of what this process alone has stored, ``[E]`` fp32; NaN where it has no token."""
+    buffer = store.buffer
+    if not torch.compiler.is_compiling() and not use_triton(buffer):
+        margins = store.margins
+        if 0 < margins.numel() <= FEW_MARGINS:
+            rank = target_rank(torch.tensor(len(margins)), top_k, buffer.shape[1])
+            # the same order statistic; the sum turns -0.0 into +0.0
+            return margins.kthvalue(int(rank), dim=0).values + 0.0
+    # as above, without a coroutine, which no compiler follows
+    prefix = left = None
+    for byte in range(num_passes(buffer.dtype)):
+        prefix, left = _narrow(radix_counts(buffer, prefix, byte, store.filled), prefix, left, top_k, "q")
+    assert prefix is not None
+    return from_key(prefix, buffer.dtype)
+
+
+def _narrow(
+    counts: Tensor, prefix: Tensor | None, rank: Tensor | None, top_k: int, order: str
+) -> tuple[Tensor, Tensor]:
+    """One pass further: the prefix longer by a byte, and the rank under it."""
+    if rank is None:
+        rank = target_rank(counts.sum(-1), top_k, len(counts), order)
+    return select_rank(counts, prefix, rank)

@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import Routing
+from ..kernels import MarginTally, Routing
 from .base import BiasBalancer, Solve
-from .quantile import MarginStore, radix_quantile
-from .update import run_locally
+from .quantile import MarginStore, local_quantile
 
 
 class RankAveragedQB(BiasBalancer):
@@ -45,22 +44,29 @@ class RankAveragedQB(BiasBalancer):
         """Make room for the margins of ``num_tokens`` tokens."""
         self.store.reserve(num_tokens)
 
+    def open_tally(self) -> MarginTally:
+        """The margins in fp32."""
+        return MarginTally(self.store)
+
     def accumulate(self, routing: Routing) -> None:
-        """Keep the margins; per microbatch, take their quantile at once."""
-        self.store.append(routing.valid_margins)
+        """Keep the margins, unless the routing pass has done so; per microbatch, take their quantile at once."""
+        self.store.take(routing)
         if self.per == "microbatch":
             self._close()
 
     def _close(self) -> None:
         """Turn the stored margins into one quantile."""
-        if self.store.num_rows:
-            self.total[:-1] += run_locally(radix_quantile(self.store.margins, self.top_k))
-            self.total[-1] += 1
-            self.store.reset()
+        quantile = local_quantile(self.store, self.top_k)
+        # NaN: no token
+        found = quantile == quantile
+        self.total[:-1] += torch.where(found, quantile, 0.0)
+        self.total[-1] += found[0]
+        self.store.reset()
 
     def solve(self) -> Solve:
         """One round: the sum of quantiles and their number."""
-        self._close()
+        if self.per == "step":
+            self._close()
         total = yield self.total
         # 0 / 0 is NaN: no rank had a token
         return total[:-1] / total[-1]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import backend
 from .checks import check_choice, check_number, check_switch, check_whole
 from .data import Batches, Corpus, validation_sequences
 from .model import Model, ModelConfig
@@ -24,6 +25,7 @@ def check(config: dict[str, Any]) -> None:
     Raises:
         ValueError: what was given and what was expected.
     """
+    backend.check()
     with torch.device("meta"):
         make_model(config)
     _check_optim(config["optim"])

@@ -3,6 +3,7 @@
 ``T`` tokens, ``D`` width, ``E`` experts, ``K`` experts a token, ``H`` hidden width of an expert.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..balancers import BiasBalancer, GradientBalancer
+from ..balancers.base import FixedDtype
 from ..kernels import Routing, route
+
+
+class Uncounted(FixedDtype):
+    """Tokens whose routing was broken since the last look, 0-dim int32 on the device: no forward waits for it."""
+
+    tokens: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_scratch("tokens", torch.zeros((), dtype=torch.int32))
 
 
 class Router(nn.Module):
@@ -32,6 +44,7 @@ class Router(nn.Module):
     Attributes:
         loss_scale: see ``GradientBalancer.loss_scale``; holds for the z-loss too.
         last: the routing of the last forward, without its graph.
+        uncounted: see ``check_routers``.
     """
 
     def __init__(
@@ -71,6 +84,7 @@ class Router(nn.Module):
         self.name = name
         self.loss_scale = 1.0
         self.last: Routing | None = None
+        self.uncounted = Uncounted()
 
     def forward(self, x: Tensor, valid: Tensor | None = None, num_sequences: int = 1) -> Routing:
         """Route ``x [T, D]``; ``valid [T]`` is True for real tokens."""
@@ -88,6 +102,7 @@ class Router(nn.Module):
             )
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
+        self.uncounted.tokens += routing.uncounted
         if self.bias is not None:
             self.bias.observe(routing)
         if self.gradient is not None:
@@ -96,6 +111,24 @@ class Router(nn.Module):
         if self.z_loss and self.training and torch.is_grad_enabled():
             routing = routing.steered(penalty=self.z_loss * z_loss(routing), scale=self.loss_scale)
         return routing
+
+
+def check_routers(routers: Sequence[Router]) -> None:
+    """Refuse broken routing, once per step: the Triton kernel counts what the reference raises for. One synchronisation.
+
+    Raises:
+        ValueError: the first router with NaN or infinite logits since the last look, and in how many tokens.
+    """
+    if not routers:
+        return
+    counts = torch.stack([router.uncounted.tokens for router in routers]).tolist()
+    for router, count in zip(routers, counts, strict=True):
+        router.uncounted.tokens.zero_()
+        if count:
+            raise ValueError(
+                f"{router.name}: router logits must be finite and margins need reserved room, got NaN, infinity or no "
+                f"room in {count} tokens of this step"
+            )
 
 
 def z_loss(routing: Routing) -> Tensor:

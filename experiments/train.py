@@ -20,6 +20,7 @@ from . import build
 from .checkpoint import load_checkpoint, save_checkpoint
 from .measure import Meter
 from .model import Model
+from .moe import check_routers
 from .parallel import Ranks, join_ranks
 from .runs import load_config, write_environment, write_json
 from .tracker import Tracker
@@ -82,6 +83,7 @@ def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
                     loss = language_loss(replica(tokens[:, :-1]), tokens)
                 (loss / accumulation).backward()
             meter.add(loss)
+        check_routers(routers)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim["clip"])
         if torch.isfinite(norm):
             update_balancers(model, ranks.token_shards)

@@ -3,10 +3,11 @@
 from .gate import Gate
 from .radix import from_key, radix_counts, select_rank, target_rank, to_key
 from .routing import Routing, route
-from .tally import RadixTally, Tally, UniformTally
+from .tally import MarginTally, RadixTally, Tally, UniformTally
 
 __all__ = [
     "Gate",
+    "MarginTally",
     "RadixTally",
     "Routing",
     "Tally",

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .backend import use_triton
+from .library import define_op
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -134,11 +137,49 @@ class GateWeights(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
         logits, experts, injection, valid = ctx.saved_tensors
-        grad_logits = grad_scores = None
+        grad_logits = None
         if ctx.needs_input_grad[0]:
-            if injection is not None:
-                grad_scores = injection.to(grad_weights.dtype).expand(logits.shape)
-                if valid is not None:
-                    grad_scores = grad_scores * valid[:, None]
-            grad_logits = ctx.gate.gradient(logits, experts, grad_weights, grad_scores).to(logits.dtype)
+            gate = ctx.gate
+            grad_logits = _route_backward(
+                logits, experts, grad_weights, injection, valid, gate.score, gate.normalise, gate.scale
+            )
         return grad_logits, ctx.grad_penalty, None, None, None, None, None
+
+
+def _run_backward(
+    logits: Tensor,
+    experts: Tensor,
+    grad_weights: Tensor,
+    injection: Tensor | None,
+    valid: Tensor | None,
+    gate: str,
+    normalise: bool,
+    scale: float,
+) -> Tensor:
+    """Gradient ``[T, E]`` of the logits, in their dtype."""
+    unsupported = "it computes in fp32, the logits are fp64" if logits.dtype == torch.float64 else None
+    if use_triton(logits, unsupported):
+        from .fused.route_backward import route_backward as launch
+
+        return launch(
+            logits, experts, grad_weights, injection, valid, gate=gate, normalise=normalise, scale=scale
+        )
+    grad_scores = None
+    if injection is not None:
+        grad_scores = injection.to(grad_weights.dtype).expand(logits.shape)
+        if valid is not None:
+            grad_scores = grad_scores * valid[:, None]
+    gradient = Gate(gate, normalise, scale).gradient(logits, experts, grad_weights, grad_scores)
+    return gradient.to(logits.dtype)
+
+
+def _shape_backward(logits: Tensor, *args: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+_route_backward = define_op(
+    "route_backward(Tensor logits, Tensor experts, Tensor grad_weights, Tensor? injection, Tensor? valid, str gate, "
+    "bool normalise, float scale) -> Tensor",
+    _run_backward,
+    _shape_backward,
+)

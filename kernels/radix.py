@@ -5,18 +5,26 @@ one byte of the keys that share a prefix (``radix_counts``); the counts may be s
 shards; then the bin that holds the wanted rank is picked (``select_rank``) and becomes the next byte of the prefix.
 Two passes give an exact bf16, four an exact fp32 value: 256 counters per expert and pass, whatever ``T`` is.
 
-On the CPU the bytes are counted as they lie in memory, in cache-sized blocks of tokens, and the 256 counters are put
-into key order afterwards: no arithmetic per element for the order.
+On the CPU the bytes are counted as they lie in memory, in cache-sized blocks (see ``counting``), and the 256 counters
+are put into key order afterwards: no arithmetic per element for the order.
 """
+
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# tokens counted at a time, so that the temporaries of a block stay in the cache
+from .backend import use_triton
+from .counting import count_bins, count_blocks
+from .library import define_op
+
+# tokens that the routing reference takes at a time, so that the temporaries of a block stay in the cache
 BLOCK_TOKENS = 2048
 
 _BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-_OUTER_BINS = [0, 255]  # the only high bytes whose keys may be NaN
+# 256 values of a byte, and one bin on each side for what lies below and above
+_NUM_BINS = 258
 
 
 def num_passes(dtype: torch.dtype) -> int:
@@ -62,20 +70,14 @@ def from_key(key: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.to(_BITS_DTYPE[dtype]).view(dtype).float()
 
 
-def count_bins(bins: Tensor, num_bins: int) -> Tensor:
-    """Histogram per column: ``bins [T, E]`` int32 in ``[0, num_bins)`` to counts ``[E, num_bins]`` int64."""
-    num_experts = bins.shape[1]
-    index = bins + torch.arange(0, num_experts * num_bins, num_bins, dtype=torch.int32, device=bins.device)
-    return torch.bincount(index.flatten(), minlength=num_experts * num_bins).view(num_experts, num_bins)
-
-
-def radix_counts(values: Tensor, prefix: Tensor | None, byte: int) -> Tensor:
+def radix_counts(values: Tensor, prefix: Tensor | None, byte: int, num_rows: Tensor | None = None) -> Tensor:
     """Count byte ``byte`` (0 = highest) of the keys of every column among the keys that start with ``prefix``.
 
     Args:
         values: ``[T, E]`` bf16 or fp32, no NaN; ``T`` may be 0.
         prefix: ``[E]`` int64, the ``byte`` bytes above as ``select_rank`` gave them; None for byte 0.
         byte: which byte of the key, from the most significant.
+        num_rows: ``[1]`` int64, how many of the rows are in use; None for all.
 
     Returns:
         ``[E, 256]`` int32 in key order.
@@ -96,54 +98,88 @@ def radix_counts(values: Tensor, prefix: Tensor | None, byte: int) -> Tensor:
         raise ValueError(
             f"byte {byte} takes {'no prefix' if byte == 0 else 'the prefix of the bytes above'}, got {prefix}"
         )
+    run = _radix_counts if torch.compiler.is_compiling() else _run
+    return run(values, prefix, byte, num_rows)
+
+
+def _run(values: Tensor, prefix: Tensor | None, byte: int, num_rows: Tensor | None) -> Tensor:
+    if use_triton(values):
+        from .fused.radix import radix_counts as launch
+
+        return launch(values, prefix, byte, num_rows)
+    return _count_byte(values if num_rows is None else values[: int(num_rows)], prefix, byte)
+
+
+def _shape(values: Tensor, *args: Any) -> Tensor:
+    counts = values.new_empty(values.shape[1], 256, dtype=torch.int32)
+    # the kernel counts bin by bin
+    return counts.new_empty(256, values.shape[1]).t() if use_triton(values) else counts
+
+
+_radix_counts = define_op(
+    "radix_counts(Tensor values, Tensor? prefix, int byte, Tensor? num_rows) -> Tensor", _run, _shape
+)
+
+
+def _count_byte(values: Tensor, prefix: Tensor | None, byte: int) -> Tensor:
+    """``radix_counts`` in torch; NaN and -0.0 are looked for only where the highest byte lets expect them."""
     if prefix is None:
-        return _count_highest(values)
-    return _count_under_prefix(values, prefix, byte)
-
-
-def _count_highest(values: Tensor) -> Tensor:
-    raw_E256 = torch.zeros(values.shape[1], 256, dtype=torch.int64, device=values.device)
-    for block in values.split(BLOCK_TOKENS):
-        raw_E256 += count_bins(_raw_bytes(block, 0), 256)
-    # the sign leads: negative numbers (raw 128 to 255) come first and backwards
-    counts = torch.cat([raw_E256[:, 128:].flip(1), raw_E256[:, :128]], dim=1)
-    if counts[:, _OUTER_BINS].any():
+        counts = _count_highest(values, zeros=False)
+        if not counts.index_select(1, _edge_bytes(values.device)).any():
+            return counts
         _refuse_nan(values)
-    return counts.int()
-
-
-def _count_under_prefix(values: Tensor, prefix: Tensor, byte: int) -> Tensor:
-    num_experts = values.shape[1]
-    width = 8 * values.element_size()
+        return _count_highest(values, zeros=True)
     highest = prefix >> (8 * byte - 8)
-    if ((highest == _OUTER_BINS[0]) | (highest == _OUTER_BINS[1])).any():
+    # none of 0, 127, 128, 255
+    if ((highest + 1) & 126).all():
+        return _count_under(values, prefix, byte, zeros=False)
+    if ((highest == 0) | (highest == 255)).any():
         _refuse_nan(values)
-    above = 8 * byte
-    negative = prefix < (1 << (above - 1))
-    # the prefix as the sign-extended bits that lie in memory
-    raw_prefix = torch.where(negative, ~prefix, prefix ^ (1 << (above - 1)))
-    raw_prefix = torch.where(negative, raw_prefix | -(1 << (above - 1)), raw_prefix).to(_BITS_DTYPE[values.dtype])
-    offsets = torch.arange(0, num_experts * 256, 256, dtype=torch.int32, device=values.device)
-    raw = torch.zeros(num_experts * 256, dtype=torch.int64, device=values.device)
-    for block in values.split(BLOCK_TOKENS):
-        bits = (block + 0.0).view(_BITS_DTYPE[values.dtype])
-        index = (_raw_bytes(block, byte) + offsets)[bits >> (width - above) == raw_prefix]
-        raw += torch.bincount(index, minlength=num_experts * 256)
-    raw_E256 = raw.view(num_experts, 256)
+    return _count_under(values, prefix, byte, zeros=True)
+
+
+@lru_cache(maxsize=8)
+def _edge_bytes(device: torch.device) -> Tensor:
+    """Highest bytes under which NaN or -0.0 is counted."""
+    return torch.tensor([0, 127, 255], device=device)
+
+
+def _count_highest(values: Tensor, zeros: bool) -> Tensor:
+    shift = 8 * values.element_size() - 8
+
+    def count(block: Tensor, columns: slice) -> Tensor:
+        return count_bins(_bits(block, zeros) >> shift, _NUM_BINS, first=-129)
+
+    counts = count_blocks(values, _NUM_BINS, count)
+    # the sign leads: negative numbers come first and backwards
+    return torch.cat([counts[:, 1:129].flip(1), counts[:, 129:257]], dim=1)
+
+
+def _count_under(values: Tensor, prefix: Tensor, byte: int, zeros: bool) -> Tensor:
+    shift = 8 * (values.element_size() - 1 - byte)
+    sign = 1 << (8 * byte - 1)
+    negative = prefix < sign
+    # the smallest bits under the prefix, as they lie in memory
+    start = (torch.where(negative, ~prefix, prefix - sign) << 8).to(_BITS_DTYPE[values.dtype])
+
+    def count(block: Tensor, columns: slice) -> Tensor:
+        bits = _bits(block, zeros) >> shift if shift else _bits(block, zeros)
+        return count_bins((bits - start[columns]).clamp_(-1, 256), _NUM_BINS, first=-1)
+
+    counts = count_blocks(values, _NUM_BINS, count)[:, 1:257]
     # larger bits mean a smaller number below zero
-    return torch.where(negative[:, None], raw_E256.flip(1), raw_E256).int()
+    return torch.where(negative[:, None], counts.flip(1), counts)
+
+
+def _bits(values: Tensor, zeros: bool) -> Tensor:
+    """Values as they lie in memory; with ``zeros``, -0.0 becomes +0.0."""
+    return (values + 0.0 if zeros else values).view(_BITS_DTYPE[values.dtype])
 
 
 def _refuse_nan(values: Tensor) -> None:
-    if values.isnan().any():
+    # the maximum of numbers and NaN is NaN
+    if values.numel() and values.max().isnan():
         raise ValueError("NaN has no place in an order: got NaN among the values to select from")
-
-
-def _raw_bytes(values: Tensor, byte: int) -> Tensor:
-    """Byte ``byte`` of every value as it lies in memory (little-endian), int32; the sum turns -0.0 into +0.0."""
-    size = values.element_size()
-    bits = (values + 0.0).view(_BITS_DTYPE[values.dtype])
-    return (bits >> (8 * (size - 1 - byte))).int() & 255
 
 
 def select_rank(counts: Tensor, prefix: Tensor | None, rank: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,11 +198,30 @@ def select_rank(counts: Tensor, prefix: Tensor | None, rank: Tensor) -> tuple[Te
     >>> select_rank(counts, None, torch.tensor([3]))
     (tensor([9]), tensor([1]))
     """
-    upto = counts.long().cumsum(-1)
-    chosen = (upto < rank[:, None]).sum(-1)
-    before = (upto - counts).gather(-1, chosen[:, None]).squeeze(-1)
+    run = _select_rank if torch.compiler.is_compiling() else _run_select
+    return run(counts, prefix, rank)
+
+
+def _run_select(counts: Tensor, prefix: Tensor | None, rank: Tensor) -> tuple[Tensor, Tensor]:
+    if use_triton(counts):
+        from .fused.radix import select_rank as launch
+
+        return launch(counts, prefix, rank)
+    upto = counts.cumsum(-1)
+    at = torch.searchsorted(upto, rank[:, None])
+    before = (upto.gather(-1, at) - counts.gather(-1, at)).squeeze(-1)
+    chosen = at.squeeze(-1)
     longer = chosen if prefix is None else (prefix << 8) | chosen
     return longer, rank - before
+
+
+def _shape_select(counts: Tensor, prefix: Tensor | None, rank: Tensor) -> tuple[Tensor, Tensor]:
+    return rank.new_empty(counts.shape[0], dtype=torch.int64), rank.new_empty(counts.shape[0], dtype=torch.int64)
+
+
+_select_rank = define_op(
+    "select_rank(Tensor counts, Tensor? prefix, Tensor rank) -> (Tensor, Tensor)", _run_select, _shape_select
+)
 
 
 def target_rank(num_tokens: Tensor, top_k: int, num_experts: int, order: str = "q") -> Tensor:

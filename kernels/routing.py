@@ -2,17 +2,24 @@
 
 ``T`` tokens, ``E`` experts, ``K`` experts a token. The bias decides only which experts are picked; weights come from
 the unbiased scores. Ties go to the lowest expert id. This file is the definition and the CPU path, in cache-sized
-blocks of tokens.
+blocks of tokens; the Triton kernel is in ``fused/route.py``.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .backend import use_triton
 from .gate import Gate, GateWeights, widen
+from .library import define_op
 from .radix import BLOCK_TOKENS
-from .tally import Tally
+from .tally import FixedRows, MarginTally, RadixTally, Tally, UniformTally
+
+# what the Triton kernel holds in registers
+MAX_EXPERTS = 1024
+MAX_TOP_K = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +38,8 @@ class Routing:
         num_sequences: the tokens are this many sequences of equal length, one after the other.
         tally: the tally that this pass has filled, if any.
         injection, penalty: what gradient balancers have steered so far, see ``steered``.
+        uncounted: 0-dim int32, tokens that the Triton kernel could not count: NaN or infinite logits, or no room
+            for their margins. Read it once per step. The reference raises instead.
     """
 
     experts: Tensor
@@ -45,6 +54,7 @@ class Routing:
     tally: Tally | None = field(default=None, repr=False)
     injection: Tensor | None = field(default=None, repr=False)
     penalty: Tensor | None = field(default=None, repr=False)
+    uncounted: Tensor | int = field(default=0, repr=False)
 
     @property
     def top_k(self) -> int:
@@ -126,6 +136,7 @@ def route(
     normalise: bool = False,
     scale: float = 1.0,
     num_sequences: int = 1,
+    exact: bool = False,
 ) -> Routing:
     """Pick the ``top_k`` experts of every token by score + bias and weigh them by their unbiased scores.
 
@@ -136,17 +147,23 @@ def route(
         top_k: experts per token, ``1 <= top_k < E``.
         selection: add the bias to the ``score`` (Kimi K3, DeepSeek-V3) or to the ``logit`` (Marin, Megatron
             micro_batch).
-        tally: counts the margins of valid tokens in place (``UniformTally``, ``RadixTally``).
+        tally: counts or keeps the margins of valid tokens in place (``UniformTally``, ``RadixTally``,
+            ``MarginTally``).
         valid: ``[T]`` bool, True for real tokens. Padding is routed (so its logits must be finite too), but
             is neither in ``load`` nor in ``tally``.
         gate: ``sigmoid`` or ``softmax`` scores.
         normalise: gate weights of a token sum to ``scale``.
         scale: factor on the gate weights.
         num_sequences: the tokens are this many sequences of equal length, one after the other.
+        exact: compare biased scores in fp32 on a GPU too. Without it the Triton kernel compares scores in fixed point, to
+            ``(1 + max(b) - min(b)) * 2**-23`` (``2**-22`` for more than 512 experts): it may pick another expert where two
+            biased scores at the cut are closer than that. The reference and ``selection="logit"`` are always exact.
 
     Raises:
-        ValueError: wrong shapes, ``top_k`` outside ``[1, E)``, an unknown option, or logits that are NaN or
-            infinite; nothing has been counted then.
+        ValueError: wrong shapes, ``top_k`` outside ``[1, E)``, an unknown option. On the CPU also logits or a bias that are
+            NaN or infinite; nothing has been counted then. The Triton kernel cannot raise without a
+            synchronisation: such a token gets the experts 0 to K-1 with weights and cutoff NaN, is left out of every
+            counter, and is counted in ``Routing.uncounted``.
 
     >>> routing = route(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([0.0, 0.0, 0.3, 0.0]), 2)
     >>> routing.experts.tolist(), routing.load.tolist()
@@ -154,13 +171,21 @@ def route(
     """
     options = Gate(gate, normalise, scale)
     _check(logits, bias, top_k, selection, valid, num_sequences)
-    if tally is not None and tally.counts.shape[0] != logits.shape[1]:
-        raise ValueError(f"tally counts {tally.counts.shape[0]} experts, the logits have {logits.shape[1]}")
-    experts, cutoff = _select(logits.detach(), bias, top_k, selection, options, tally, valid)
-    counted = experts if valid is None else experts[valid]
-    load = torch.bincount(counted.flatten(), minlength=logits.shape[1]).int()
-    weights = options.weights(logits.detach(), experts)
-    routing = Routing(experts, weights, cutoff, load, valid, logits, selection, options, num_sequences, tally)
+    fixed = None if bias is None else bias.detach()
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not use_triton(logits, _unsupported(logits, top_k)):
+        # before a tally makes room
+        _refuse_infinite(logits.detach(), fixed)
+    run = _route if compiling else _run
+    experts, weights, cutoff, counters = run(
+        logits.detach(), fixed, valid, *_open(tally, logits), top_k, selection, gate, normalise, scale, exact
+    )
+    load, uncounted = counters[:-1], counters[-1]
+    routing = Routing(
+        experts, weights, cutoff, load, valid, logits, selection, options, num_sequences, tally, uncounted=uncounted
+    )
+    if tally is not None and not isinstance(tally, UniformTally | RadixTally | MarginTally):
+        tally.add(routing.valid_margins)
     return routing.steered() if torch.is_grad_enabled() and logits.requires_grad else routing
 
 
@@ -179,18 +204,126 @@ def _check(
         raise ValueError(f"selection must be 'score' or 'logit', got {selection!r}")
     if bias is not None and tuple(bias.shape) != (num_experts,):
         raise ValueError(f"bias must be [{num_experts}], got {tuple(bias.shape)}")
-    if bias is not None and not bias.isfinite().all():
-        raise ValueError(f"bias must be finite, got {int((~bias.isfinite()).sum())} of {num_experts} that are not")
     if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (num_tokens,)):
         raise ValueError(
             f"valid must be bool [{num_tokens}], True for real tokens, got {valid.dtype} {tuple(valid.shape)}"
         )
     if num_sequences < 1 or num_tokens % num_sequences:
         raise ValueError(f"num_sequences must divide the {num_tokens} tokens, got {num_sequences}")
-    finite = logits.detach().isfinite()
-    if not finite.all():
-        rows = int((~finite.all(-1)).sum())
-        raise ValueError(f"router logits must be finite, got NaN or infinity in {rows} of {num_tokens} tokens")
+
+
+def _open(tally: Tally | None, logits: Tensor) -> tuple[Tensor | None, ...]:
+    """What the op writes to and reads for a tally: counts, clamped, lower, upper, kept, filled."""
+    writes: tuple[Tensor | None, ...] = (None,) * 6
+    if isinstance(tally, UniformTally):
+        writes = tally.counts, tally.clamped, tally.lower, tally.upper, None, None
+    elif isinstance(tally, RadixTally):
+        writes = tally.counts, None, None, None, None, None
+    elif isinstance(tally, MarginTally):
+        writes = None, None, None, None, *tally.rows.room(logits.shape[0])
+    num_experts = next((each.shape[axis] for each, axis in ((writes[0], 0), (writes[4], 1)) if each is not None), None)
+    if num_experts not in (None, logits.shape[1]):
+        raise ValueError(f"tally counts {num_experts} experts, the logits have {logits.shape[1]}")
+    return writes
+
+
+def _run(
+    logits: Tensor,
+    bias: Tensor | None,
+    valid: Tensor | None,
+    counts: Tensor | None,
+    clamped: Tensor | None,
+    lower: Tensor | None,
+    upper: Tensor | None,
+    kept: Tensor | None,
+    filled: Tensor | None,
+    top_k: int,
+    selection: str,
+    gate: str,
+    normalise: bool,
+    scale: float,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Experts ``[T, K]``, weights ``[T, K]``, cutoff ``[T]`` and counters ``[E+1]``: the load, then uncounted tokens."""
+    if use_triton(logits, _unsupported(logits, top_k)):
+        from .fused.route import route as launch
+
+        return launch(
+            logits,
+            bias,
+            valid,
+            counts,
+            clamped,
+            lower,
+            upper,
+            kept,
+            filled,
+            top_k=top_k,
+            selection=selection,
+            gate=gate,
+            normalise=normalise,
+            scale=scale,
+            exact=exact,
+        )
+    options = Gate(gate, normalise, scale)
+    tally: Tally | None = None
+    if clamped is not None and counts is not None and lower is not None and upper is not None:
+        tally = UniformTally(counts, clamped, lower, upper)
+    elif counts is not None:
+        tally = RadixTally(counts)
+    elif kept is not None and filled is not None:
+        tally = MarginTally(FixedRows(kept, filled))
+    experts, cutoff = _select(logits, bias, top_k, selection, options, tally, valid)
+    counted = experts if valid is None else experts[valid]
+    counters = torch.bincount(counted.flatten(), minlength=logits.shape[1] + 1).int()
+    return experts, options.weights(logits, experts), cutoff, counters
+
+
+def _run_checked(logits: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In compiled code the values are there only when the op runs."""
+    top_k = args[7]
+    if not use_triton(logits, _unsupported(logits, top_k)):
+        _refuse_infinite(logits, bias)
+    return _run(logits, bias, *args)
+
+
+def _shape(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, num_experts = logits.shape
+    top_k = args[8]
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return (
+        logits.new_empty(num_tokens, top_k, dtype=torch.int64),
+        logits.new_empty(num_tokens, top_k, dtype=wide),
+        logits.new_empty(num_tokens, dtype=wide),
+        logits.new_empty(num_experts + 1, dtype=torch.int32),
+    )
+
+
+_route = define_op(
+    "route(Tensor logits, Tensor? bias, Tensor? valid, Tensor(a!)? counts, Tensor(b!)? clamped, Tensor? lower, Tensor? upper, "
+    "Tensor(c!)? kept, Tensor(d!)? filled, int top_k, str selection, str gate, bool normalise, float scale, bool exact) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _run_checked,
+    _shape,
+)
+
+
+def _unsupported(logits: Tensor, top_k: int) -> str | None:
+    """What the kernel has not been made for, in words."""
+    if logits.dtype == torch.float64:
+        return "it computes in fp32, the logits are fp64"
+    if logits.shape[1] > MAX_EXPERTS or top_k > MAX_TOP_K:
+        return f"it takes up to {MAX_EXPERTS} experts and top-{MAX_TOP_K}, got {logits.shape[1]} and top-{top_k}"
+    return None
+
+
+def _refuse_infinite(logits: Tensor, bias: Tensor | None) -> None:
+    if bias is not None and not bias.isfinite().all():
+        raise ValueError(f"bias must be finite, got {int((~bias.isfinite()).sum())} of {len(bias)} that are not")
+    # NaN spreads to both ends
+    if logits.numel() and not torch.stack(logits.aminmax()).isfinite().all():
+        rows = int((~logits.isfinite().all(-1)).sum())
+        raise ValueError(f"router logits must be finite, got NaN or infinity in {rows} of {len(logits)} tokens")
 
 
 def _selection_scores(logits: Tensor, selection: str, gate: Gate) -> Tensor:

@@ -1,7 +1,7 @@
-"""Tallies: what the routing pass counts while the margins are still in the cache (on a GPU: in registers).
+"""Tallies: what the routing pass does with the margins while they are still in the cache (on a GPU: in registers).
 
-``T`` tokens, ``E`` experts, ``B`` bins. A tally is an int32 buffer ``[E, B]`` and the rule that maps a margin to its
-bin. Counts are int32 while they accumulate; whoever sums them over token shards widens them.
+``T`` tokens, ``E`` experts, ``B`` bins. A counting tally is an int32 buffer ``[E, B]`` and the rule that maps a margin to
+its bin. Counts are int32 while they accumulate; whoever sums them over token shards widens them.
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .radix import count_bins, radix_counts
+from .counting import add_uniform_counts
+from .radix import radix_counts
 
 
 class Tally(Protocol):
-    """Something the routing pass can count margins into."""
-
-    @property
-    def counts(self) -> Tensor:
-        """``[E, B]`` int32, added to in place."""
+    """Something the routing pass can hand margins to."""
 
     def add(self, margins: Tensor) -> None:
-        """Count ``margins [T, E]`` of valid tokens."""
+        """Take in ``margins [T, E]`` of valid tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +52,7 @@ class UniformTally:
 
     def add(self, margins: Tensor) -> None:
         """Count ``margins [T, E]`` in place."""
-        num_bins = self.counts.shape[1]
-        scale = num_bins / (self.upper - self.lower)
-        bins = ((margins - self.lower) * scale).clamp_(0, num_bins - 1).int()
-        self.counts.add_(count_bins(bins, num_bins))
-        self.clamped.add_(((margins < self.lower) | (margins > self.upper)).sum(0))
+        add_uniform_counts(self.counts, self.clamped, margins, self.lower, self.upper)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,3 +68,52 @@ class RadixTally:
     def add(self, margins: Tensor) -> None:
         """Count ``margins [T, E]`` in place, rounded to bf16."""
         self.counts.add_(radix_counts(margins.bfloat16(), None, 0))
+
+
+class MarginRows(Protocol):
+    """Where a routing pass leaves its margins for later passes."""
+
+    def room(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """A buffer ``[capacity, E]`` bf16 or fp32 with room for ``num_tokens`` more rows, and ``[1]`` int64: rows in use."""
+
+
+@dataclass(frozen=True, eq=False)
+class FixedRows:
+    """Margins in a buffer of fixed size.
+
+    Args:
+        buffer: ``[capacity, E]`` bf16 or fp32.
+        filled: ``[1]`` int64, rows in use; on the device, so that a captured graph appends at the right place.
+    """
+
+    buffer: Tensor
+    filled: Tensor
+
+    def room(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Both; whether there is room shows when the rows are written."""
+        return self.buffer, self.filled
+
+
+@dataclass(frozen=True, eq=False)
+class MarginTally:
+    """Keeps the margins, rounded to the dtype of their rows, for selections that need more than one pass.
+
+    Args:
+        rows: receives the margins of valid tokens; tokens that do not count may leave rows of NaN.
+    """
+
+    rows: MarginRows
+
+    def add(self, margins: Tensor) -> None:
+        """Keep ``margins [T, E]``.
+
+        Raises:
+            ValueError: no room.
+        """
+        buffer, filled = self.rows.room(margins.shape[0])
+        start = int(filled)
+        end = start + margins.shape[0]
+        if end > buffer.shape[0]:
+            raise ValueError(f"margins of {end} tokens do not fit into a buffer for {buffer.shape[0]}")
+        buffer[start:end] = margins
+        filled.fill_(end)

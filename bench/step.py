@@ -1,0 +1,148 @@
+"""What a balancer adds to a training step: every preset against ``none``, interleaved in one process.
+
+All models start from the same weights, see the same batch and keep weights (learning rate 0) and a zero bias, so that
+routing, and with it the work of the experts, is the same: what differs is the balancer. One process is one rank of the
+default run, without the others. With one thread the clock is processor time, which other processes on the machine
+disturb less; it is the time of the step on an idle machine.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ..balancers import update_balancers
+from ..experiments import build
+from ..experiments.runs import write_json
+from ..experiments.train import language_loss
+from .timing import FOLDER, facts, quartiles
+
+
+def presets() -> list[str]:
+    """All of ``configs/balancer/``, ``none`` first."""
+    names = {path.name[:-5] for path in files("equipoise.configs.balancer").iterdir() if path.name.endswith(".yaml")}
+    return ["none", *sorted(names - {"none"})]
+
+
+def load(preset: str, *overrides: str) -> dict[str, Any]:
+    """The default config with this preset, resolved."""
+    with initialize_config_module("equipoise.configs", version_base="1.3"):
+        config = compose("config", overrides=[f"balancer={preset}", *overrides])
+    resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+class Step:
+    """One training step of one preset, again and again from the same state."""
+
+    def __init__(self, config: dict[str, Any], microbatches: Sequence[Tensor]) -> None:
+        self.microbatches = microbatches
+        self.clip = config["optim"]["clip"]
+        self.model = build.make_model(config)
+        self.model.init_weights(torch.Generator().manual_seed(config["seed"]))
+        self.optimizer = build.make_optimizer(config, self.model)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.biases = []
+        for router in self.model.routers():
+            router.loss_scale = 1 / len(microbatches)
+            if router.bias is not None:
+                router.bias.reserve(sum(tokens[:, 1:].numel() for tokens in microbatches))
+                self.biases.append(router.bias.bias)
+
+    def __call__(self) -> float:
+        """Seconds of one step."""
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        started = clock()
+        for tokens in self.microbatches:
+            loss = language_loss(self.model(tokens[:, :-1]), tokens)
+            (loss / len(self.microbatches)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        assert torch.isfinite(norm)
+        update_balancers(self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds = clock() - started
+        for bias in self.biases:
+            bias.zero_()
+        return seconds
+
+
+def measure(names: Sequence[str], rounds: int, ranks: int, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Ratios to ``none`` and milliseconds of a step, by preset.
+
+    ``none`` runs twice a round: a ratio is to the mean of the two, and the ratio of the two is the noise.
+
+    Args:
+        names: the presets beside ``none``.
+        rounds: how often each is run, in an order drawn anew for every round.
+        ranks: over how many ranks the microbatches of a step would be spread; one of them runs.
+    """
+    configs = {name: load(name, *overrides) for name in ("none", *names)}
+    config = configs["none"]
+    _, batches, _ = build.make_data(config)
+    microbatches = [batches.microbatch(0, index) for index in range(config["data"]["microbatches"] // ranks)]
+    steps = {name: Step(configs[name], microbatches) for name in configs}
+    # a model of its own, so that the two differ as two presets do
+    steps["none again"] = Step(config, microbatches)
+    generator = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(2 + rounds):
+        order = list(steps)
+        generator.shuffle(order)
+        for name in order:
+            taken = steps[name]()
+            # the first rounds fill caches
+            if turn >= 2:
+                seconds[name].append(taken)
+    base = [(first + second) / 2 for first, second in zip(seconds["none"], seconds["none again"], strict=True)]
+    result = {}
+    for name, values in seconds.items():
+        reference = seconds["none"] if name == "none again" else base
+        ratios = [value / of for value, of in zip(values, reference, strict=True)]
+        result[name] = {"ratio": quartiles(ratios), "ms": quartiles([1e3 * value for value in values])}
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """``scripts/bench step``."""
+    parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks that share the microbatches of a step")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch, one as in a rank of the default run")
+    parser.add_argument("--presets", nargs="*", default=presets()[1:])
+    parser.add_argument("--out", type=Path, default=FOLDER / "step.json")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    result = measure(options.presets, options.rounds, options.ranks)
+    noise = result.pop("none again")
+    table = Table("preset", "ratio to none", "quartiles", "ms", title="one training step")
+    for name, row in result.items():
+        ratio = row["ratio"]
+        table.add_row(
+            name, f"{ratio['median']:.3f}", f"{ratio['lower']:.3f} - {ratio['upper']:.3f}", f"{row['ms']['median']:.1f}"
+        )
+    console = Console()
+    console.print(table)
+    low, high = noise["ratio"]["lower"], noise["ratio"]["upper"]
+    console.print(f"noise: none against none {noise['ratio']['median']:.3f} ({low:.3f} - {high:.3f})")
+    ratios = {name: row["ratio"]["median"] for name, row in result.items()}
+    ratios["none"] = 1.0
+    details = {"steps": result, "none_against_none": noise, "rounds": options.rounds, "ranks": options.ranks, **facts()}
+    write_json(options.out, ratios | {"details": details})
+    console.print(f"{options.out}")
+
+
+if __name__ == "__main__":
+    main()
