@@ -197,7 +197,9 @@ class BiasBalancer(Balancer):
         target = solution.double()
         if self.centre:
             target = target - target.mean()
-        moved = (self.ema * self.bias + (1 - self.ema) * target).float()
+        if self.ema:
+            target = self.ema * self.bias + (1 - self.ema) * target
+        moved = target.float()
         self.bias.copy_(torch.where(moved.isfinite().all(), moved, self.bias))
         self.reset()
 

@@ -74,15 +74,16 @@ class GShard(GradientBalancer):
             load_NE = sum_over_shards([self.step_load], self.token_shards)[0][None]
         error_NE = residual(load_NE).to(routing.weights.dtype)
         slope_NE = error_NE if self.bound is None else bound_factor(error_NE, self.bound)[:, None] * error_NE
-        mean_NE, excess_N = _Excess.apply(routing.shares, slope_NE, routing.valid, tokens_N)
-        # sum_e f*P = 1 + sum_e (f - 1)*P, since P sums to 1
+        shares, valid = routing.shares, routing.valid
+        penalty, value, mean_NE = _Penalty.apply(shares, slope_NE, valid, tokens_N, self.coefficient)
         if first:
-            self.last_value = _mean(1 + (error_NE * mean_NE).sum(-1), tokens_N)
-        return self.coefficient * _mean(1 + excess_N, tokens_N)
+            self.last_value = value if self.bound is None else _mean_loss(mean_NE, error_NE, tokens_N)
+        return penalty
 
 
-class _Excess(torch.autograd.Function):
-    """Mean shares ``P [N, E]`` of ``N`` runs of tokens, without gradient, and ``sum_e slope[n, e] * P[n, e]``, ``[N]``.
+class _Penalty(torch.autograd.Function):
+    """``coefficient * L`` with ``L = mean_n (1 + sum_e slope[n, e] * P[n, e])`` over the runs of tokens that have one, both
+    0-dim, and the mean shares ``P [N, E]``; only the first has a gradient.
 
     The slope is no saved tensor: activation checkpointing drops those and makes them again, and by then the load of the
     step so far is another one. A plain attribute stays what it was in the first forward.
@@ -90,43 +91,65 @@ class _Excess(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shares: Tensor, slope_NE: Tensor, valid: Tensor | None, tokens_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, shares: Tensor, slope_NE: Tensor, valid: Tensor | None, tokens_N: Tensor | int, coefficient: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         counted = shares if valid is None else shares * valid[:, None]
-        mean_NE = counted.unflatten(0, (len(tokens_N), -1)).sum(1) / tokens_N.clamp(min=1)[:, None]
-        ctx.save_for_backward(valid, tokens_N)
-        ctx.slope = slope_NE
-        ctx.num_tokens = len(shares)
-        ctx.mark_non_differentiable(mean_NE)
-        return mean_NE, (mean_NE * slope_NE).sum(-1)
+        num_sequences = len(slope_NE)
+        mean_NE = counted.unflatten(0, (num_sequences, -1)).sum(1) / _column(tokens_N)
+        ctx.save_for_backward(valid)
+        ctx.slope, ctx.tokens, ctx.coefficient = slope_NE, tokens_N, coefficient
+        ctx.tokens_per_sequence = len(shares) // num_sequences
+        value = _mean_loss(mean_NE, slope_NE, tokens_N)
+        ctx.mark_non_differentiable(value, mean_NE)
+        return coefficient * value, value, mean_NE
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        valid, tokens_N = ctx.saved_tensors
-        grad_NE = grad_N[:, None] * ctx.slope / tokens_N.clamp(min=1)[:, None]
-        grad_shares = grad_NE.repeat_interleave(ctx.num_tokens // len(tokens_N), dim=0)
-        return grad_shares if valid is None else grad_shares * valid[:, None], None, None, None
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        (valid,) = ctx.saved_tensors
+        grad_N = _weights(grad * ctx.coefficient, ctx.tokens, len(ctx.slope))
+        grad_NE = grad_N[:, None] * ctx.slope / _column(ctx.tokens)
+        grad_shares = grad_NE.repeat_interleave(ctx.tokens_per_sequence, dim=0)
+        return grad_shares if valid is None else grad_shares * valid[:, None], None, None, None, None
 
 
-def _load(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor]:
-    """Load ``[N, E]`` and valid tokens ``[N]`` of ``N = num_sequences`` runs of tokens."""
-    num_tokens = routing.logits.shape[0]
-    if routing.valid is None:
-        tokens = torch.full((num_sequences,), num_tokens // num_sequences, device=routing.logits.device)
-    else:
+def _load(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor | int]:
+    """Load ``[N, E]`` of ``N = num_sequences`` runs of tokens, and their valid tokens: ``[N]``, or one number for all."""
+    tokens: Tensor | int = routing.logits.shape[0] // num_sequences
+    if routing.valid is not None:
         tokens = routing.valid.view(num_sequences, -1).sum(-1)
     if num_sequences == 1:
         return routing.load[None], tokens
     chosen = routing.experts.view(num_sequences, -1)
-    load = torch.zeros(num_sequences, routing.num_experts, dtype=torch.int64, device=routing.logits.device)
     if routing.valid is None:
-        return load.scatter_add_(1, chosen, torch.ones_like(chosen)), tokens
-    weight = routing.valid.view(num_sequences, -1).repeat_interleave(routing.top_k, dim=1).long()
+        weight = torch.ones_like(chosen)
+    else:
+        weight = routing.valid.view(num_sequences, -1).repeat_interleave(routing.top_k, dim=1).long()
+    load = torch.zeros(num_sequences, routing.num_experts, dtype=torch.int64, device=chosen.device)
     return load.scatter_add_(1, chosen, weight), tokens
 
 
-def _mean(values: Tensor, tokens_N: Tensor) -> Tensor:
-    """Mean of the values of runs that have a token; 0 if none does."""
+def _column(tokens_N: Tensor | int) -> Tensor | int:
+    """Divisors ``[N, 1]``."""
+    return max(tokens_N, 1) if isinstance(tokens_N, int) else tokens_N.clamp(min=1)[:, None]
+
+
+def _mean_loss(mean_NE: Tensor, slope_NE: Tensor, tokens_N: Tensor | int) -> Tensor:
+    """``1 + sum_e slope*P``, averaged over the runs that have a token; 0 if none does. Since ``P`` sums to 1, this is
+    ``sum_e f*P`` for the slope ``f - 1``.
+    """
+    loss_N = 1 + (mean_NE * slope_NE).sum(-1)
+    if isinstance(tokens_N, int):
+        if len(loss_N) == 1 and tokens_N:
+            return loss_N.squeeze(0)
+        return loss_N.sum() / len(loss_N) if tokens_N else torch.zeros_like(loss_N[0])
     counted = tokens_N > 0
-    return torch.where(counted, values, 0.0).sum() / counted.sum().clamp(min=1)
+    return torch.where(counted, loss_N, 0.0).sum() / counted.sum().clamp(min=1)
+
+
+def _weights(grad: Tensor, tokens_N: Tensor | int, num_sequences: int) -> Tensor:
+    """What ``_mean_loss`` gives back to the loss of each run, ``[N]``."""
+    if isinstance(tokens_N, int):
+        return (grad / num_sequences if tokens_N else torch.zeros_like(grad)).expand(num_sequences)
+    counted = tokens_N > 0
+    return torch.where(counted, grad / counted.sum().clamp(min=1), 0.0)

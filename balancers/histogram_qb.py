@@ -41,7 +41,11 @@ class HistogramQB(BiasBalancer):
 
     def open_tally(self) -> UniformTally:
         """The histogram under the bias that routes now."""
-        return UniformTally(self.counts, self.clamped, self.bias.min() - 1, self.bias.max() + 1)
+        return UniformTally(self.counts, self.clamped, *self._bounds())
+
+    def _bounds(self) -> tuple[Tensor, Tensor]:
+        lowest, highest = self.bias.aminmax()
+        return lowest - 1, highest + 1
 
     def accumulate(self, routing: Routing) -> None:
         """Count the margins, unless the routing pass has done so."""
@@ -53,7 +57,7 @@ class HistogramQB(BiasBalancer):
         pooled = (yield torch.cat([self.counts, self.clamped[:, None]], dim=1)).long()
         counts, clamped = pooled[:, :-1], pooled[:, -1]
         self.clamped_share.copy_(clamped.sum().double() / counts.sum().clamp(min=1))
-        return histogram_quantile(counts, self.top_k, self.bias.min() - 1, self.bias.max() + 1)
+        return histogram_quantile(counts, self.top_k, *self._bounds())
 
     def reset_parameters(self) -> None:
         """Zero bias, empty accumulators."""

@@ -73,5 +73,6 @@ def bound_factor(error: Tensor, bound: str | None, tau: float = 1.0) -> Tensor:
         raise ValueError(f"bound must be 'tanh' or null, got {bound!r}")
     if bound is None:
         return error.new_ones(error.shape[:-1])
-    largest = error.abs().amax(-1) / tau
-    return torch.where(largest > 0, largest.tanh() / largest, 1.0)
+    # the factor of the smallest number is 1
+    largest = (error.abs().amax(-1) / tau).clamp_(min=torch.finfo(error.dtype).tiny)
+    return largest.tanh() / largest

@@ -20,7 +20,7 @@ def residual(load: Tensor) -> Tensor:
     counts = load.double()
     total = counts.sum(-1, keepdim=True)
     # without a token this is 0 / 1
-    return (counts * counts.shape[-1] - total) / total.clamp(min=1)
+    return (counts * counts.shape[-1]).sub_(total).div_(total.clamp_(min=1))
 
 
 def max_violation(load: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 ``N`` margins of one expert on this shard, ``E`` experts, ``K`` experts a token.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,9 +99,9 @@ def local_quantile(store: MarginStore, top_k: int) -> Tensor:
     if not torch.compiler.is_compiling() and not use_triton(buffer):
         margins = store.margins
         if 0 < margins.numel() <= FEW_MARGINS:
-            rank = target_rank(torch.tensor(len(margins)), top_k, buffer.shape[1])
-            # the same order statistic; the sum turns -0.0 into +0.0
-            return margins.kthvalue(int(rank), dim=0).values + 0.0
+            rank = -(-len(margins) * top_k // buffer.shape[1])
+            # the same order statistic, but for the sign of a zero
+            return torch.from_numpy(np.partition(margins.numpy(), rank - 1, axis=0)[rank - 1])
     # as above, without a coroutine, which no compiler follows
     prefix = left = None
     for byte in range(num_passes(buffer.dtype)):

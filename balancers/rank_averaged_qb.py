@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import MarginTally, Routing
@@ -56,11 +57,9 @@ class RankAveragedQB(BiasBalancer):
 
     def _close(self) -> None:
         """Turn the stored margins into one quantile."""
-        quantile = local_quantile(self.store, self.top_k)
-        # NaN: no token
-        found = quantile == quantile
-        self.total[:-1] += torch.where(found, quantile, 0.0)
-        self.total[-1] += found[0]
+        closed = F.pad(local_quantile(self.store, self.top_k), (0, 1), value=1.0)
+        # NaN: no token, and then it does not count
+        self.total += torch.where(closed[0] == closed[0], closed, 0.0)
         self.store.reset()
 
     def solve(self) -> Solve:

@@ -90,7 +90,7 @@ def widen(logits: Tensor) -> Tensor:
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
-        scores = logits.neg().exp_().add_(1).reciprocal_()
+        scores = _sigmoid(logits)
         ctx.save_for_backward(scores)
         return scores
 
@@ -107,7 +107,11 @@ def sigmoid(logits: Tensor) -> Tensor:
     ``torch.sigmoid`` rounds the elements at the end of a tensor differently from the rest (vector code, then scalar
     code), so a token's score would depend on how the tokens are split into microbatches.
     """
-    return _Sigmoid.apply(logits)
+    return _Sigmoid.apply(logits) if logits.requires_grad and torch.is_grad_enabled() else _sigmoid(logits)
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    return logits.neg().exp_().add_(1).reciprocal_()
 
 
 class GateWeights(torch.autograd.Function):
@@ -140,9 +144,8 @@ class GateWeights(torch.autograd.Function):
         grad_logits = None
         if ctx.needs_input_grad[0]:
             gate = ctx.gate
-            grad_logits = _route_backward(
-                logits, experts, grad_weights, injection, valid, gate.score, gate.normalise, gate.scale
-            )
+            run = _route_backward if torch.compiler.is_compiling() else _run_backward
+            grad_logits = run(logits, experts, grad_weights, injection, valid, gate.score, gate.normalise, gate.scale)
         return grad_logits, ctx.grad_penalty, None, None, None, None, None
 
 
@@ -161,9 +164,7 @@ def _run_backward(
     if use_triton(logits, unsupported):
         from .fused.route_backward import route_backward as launch
 
-        return launch(
-            logits, experts, grad_weights, injection, valid, gate=gate, normalise=normalise, scale=scale
-        )
+        return launch(logits, experts, grad_weights, injection, valid, gate=gate, normalise=normalise, scale=scale)
     grad_scores = None
     if injection is not None:
         grad_scores = injection.to(grad_weights.dtype).expand(logits.shape)

@@ -144,15 +144,19 @@ def _edge_bytes(device: torch.device) -> Tensor:
     return torch.tensor([0, 127, 255], device=device)
 
 
+@lru_cache(maxsize=8)
+def _key_order(device: torch.device) -> Tensor:
+    """Where the signed byte of each key lies in ``[E, 258]``: negative numbers come first and backwards."""
+    return torch.tensor([*range(128, 0, -1), *range(129, 257)], device=device)
+
+
 def _count_highest(values: Tensor, zeros: bool) -> Tensor:
     shift = 8 * values.element_size() - 8
 
     def count(block: Tensor, columns: slice) -> Tensor:
         return count_bins(_bits(block, zeros) >> shift, _NUM_BINS, first=-129)
 
-    counts = count_blocks(values, _NUM_BINS, count)
-    # the sign leads: negative numbers come first and backwards
-    return torch.cat([counts[:, 1:129].flip(1), counts[:, 129:257]], dim=1)
+    return count_blocks(values, _NUM_BINS, count).index_select(1, _key_order(values.device))
 
 
 def _count_under(values: Tensor, prefix: Tensor, byte: int, zeros: bool) -> Tensor:

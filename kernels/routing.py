@@ -111,11 +111,15 @@ class Routing:
         if injection is not None:
             if tuple(injection.shape) != (self.num_experts,):
                 raise ValueError(f"injection must be [{self.num_experts}], got {tuple(injection.shape)}")
-            injection = injection * scale + (0 if self.injection is None else self.injection)
+            injection = injection * scale
+            if self.injection is not None:
+                injection = injection + self.injection
         else:
             injection = self.injection
         if penalty is not None:
-            penalty = penalty * scale + (0 if self.penalty is None else self.penalty)
+            penalty = penalty * scale
+            if self.penalty is not None:
+                penalty = penalty + self.penalty
         else:
             penalty = self.penalty
         weights = GateWeights.apply(
@@ -180,13 +184,15 @@ def route(
     experts, weights, cutoff, counters = run(
         logits.detach(), fixed, valid, *_open(tally, logits), top_k, selection, gate, normalise, scale, exact
     )
+    if torch.is_grad_enabled() and logits.requires_grad:
+        weights = GateWeights.apply(logits, None, weights, experts, None, valid, options)
     load, uncounted = counters[:-1], counters[-1]
     routing = Routing(
         experts, weights, cutoff, load, valid, logits, selection, options, num_sequences, tally, uncounted=uncounted
     )
     if tally is not None and not isinstance(tally, UniformTally | RadixTally | MarginTally):
         tally.add(routing.valid_margins)
-    return routing.steered() if torch.is_grad_enabled() and logits.requires_grad else routing
+    return routing
 
 
 def _check(

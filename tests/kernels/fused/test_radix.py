@@ -34,9 +34,7 @@ def draw(kind: str, num_rows: int, num_experts: int, dtype: torch.dtype, device:
 
 @pytest.mark.parametrize("dtype", NUM_PASSES)
 @pytest.mark.parametrize("kind", ["margins", "all_magnitudes", "zeros", "ties"])
-def test_every_pass_and_selection(
-    kind: str, dtype: torch.dtype, on: On, device: str, poisoned: None
-) -> None:
+def test_every_pass_and_selection(kind: str, dtype: torch.dtype, on: On, device: str, poisoned: None) -> None:
     for num_rows, num_experts in SHAPES:
         values = draw(kind, num_rows, num_experts, dtype, device)
         prefix = None

@@ -52,7 +52,14 @@ def near_ties(routing: Routing, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize("selection", ["score", "logit"])
 @pytest.mark.parametrize(("num_experts", "top_k"), CHOICES)
 def test_exact_comparison_is_the_reference(
-    num_experts: int, top_k: int, selection: str, on: On, device: str, same_scores: None, poisoned: None, assert_close: Check
+    num_experts: int,
+    top_k: int,
+    selection: str,
+    on: On,
+    device: str,
+    same_scores: None,
+    poisoned: None,
+    assert_close: Check,
 ) -> None:
     for num_tokens in TOKENS:
         logits, bias = draw(num_tokens, num_experts, device)
@@ -113,7 +120,14 @@ def test_dtypes_gates_and_several_programs(
 @pytest.mark.parametrize("selection", ["score", "logit"])
 @pytest.mark.parametrize(("num_experts", "top_k"), [*SMALL, (512, 16), (1024, 16)])
 def test_ties_go_to_the_lowest_id(
-    num_experts: int, top_k: int, selection: str, exact: bool, on: On, device: str, assert_close: Check, same_scores: None
+    num_experts: int,
+    top_k: int,
+    selection: str,
+    exact: bool,
+    on: On,
+    device: str,
+    assert_close: Check,
+    same_scores: None,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     quantised = torch.randint(-2, 3, (33, num_experts), generator=generator).float()
@@ -288,9 +302,7 @@ def test_what_the_kernel_cannot_do_is_said(on: On, device: str) -> None:
 @pytest.mark.parametrize(
     ("gate", "spread", "allowed"), [("sigmoid", 0.0, 1), ("sigmoid", 0.3, 1), ("softmax", 0.0, 20)]
 )
-def test_how_often_the_fast_key_differs(
-    gate: str, spread: float, allowed: int, on: On, device: str
-) -> None:
+def test_how_often_the_fast_key_differs(gate: str, spread: float, allowed: int, on: On, device: str) -> None:
     """Counted over 4,096 tokens of 256 experts: the rows that the docstring of the kernel speaks of."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4096, 256, generator=generator).to(device)
