@@ -83,7 +83,7 @@ class Balancer(FixedDtype):
         if torch.compiler.is_compiling():
             return
         if not _in_backward():
-            self._counted_forwards += self.counts_forward()
+            self._counted_forwards += self.training and torch.is_grad_enabled()
         elif self._counted_forwards > 0:
             self._counted_forwards -= 1
 
@@ -176,7 +176,7 @@ class BiasBalancer(Balancer):
     @property
     def tally(self) -> Tally | None:
         """What to hand to ``route``: None whenever this forward must not be counted."""
-        return self.open_tally() if self.counts_forward() and not self.frozen else None
+        return None if self.frozen or not self.counts_forward() else self.open_tally()
 
     def observe(self, routing: Routing) -> None:
         """Take in the routing of one microbatch, if this forward counts."""
@@ -193,15 +193,16 @@ class BiasBalancer(Balancer):
         self.close_forward()
 
     def adopt(self, solution: Tensor) -> None:
-        """Move the bias to what ``solve`` returned, in place, and reset; unless all of it is finite the bias stays."""
+        """Move the bias to what ``solve`` returned, in place; unless all of it is finite the bias stays."""
         target = solution.double()
         if self.centre:
             target = target - target.mean()
+        bias = self.bias
         if self.ema:
-            target = self.ema * self.bias + (1 - self.ema) * target
+            target = self.ema * bias + (1 - self.ema) * target
         moved = target.float()
-        self.bias.copy_(torch.where(moved.isfinite().all(), moved, self.bias))
-        self.reset()
+        # a number times 0 is 0, infinity and NaN times 0 are NaN
+        torch.where((moved * 0).sum() == 0, moved, bias, out=bias)
 
     def reset_parameters(self) -> None:
         """Zero bias, empty accumulators."""

@@ -95,10 +95,10 @@ class _Penalty(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         counted = shares if valid is None else shares * valid[:, None]
         num_sequences = len(slope_NE)
-        mean_NE = counted.unflatten(0, (num_sequences, -1)).sum(1) / _column(tokens_N)
+        mean_NE = counted.view(num_sequences, -1, counted.shape[1]).sum(1).div_(_column(tokens_N))
         ctx.save_for_backward(valid)
         ctx.slope, ctx.tokens, ctx.coefficient = slope_NE, tokens_N, coefficient
-        ctx.tokens_per_sequence = len(shares) // num_sequences
+        ctx.num_tokens = len(shares)
         value = _mean_loss(mean_NE, slope_NE, tokens_N)
         ctx.mark_non_differentiable(value, mean_NE)
         return coefficient * value, value, mean_NE
@@ -107,9 +107,13 @@ class _Penalty(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         (valid,) = ctx.saved_tensors
-        grad_N = _weights(grad * ctx.coefficient, ctx.tokens, len(ctx.slope))
-        grad_NE = grad_N[:, None] * ctx.slope / _column(ctx.tokens)
-        grad_shares = grad_NE.repeat_interleave(ctx.tokens_per_sequence, dim=0)
+        num_sequences = len(ctx.slope)
+        grad_N = _weights(grad * ctx.coefficient, ctx.tokens, num_sequences)
+        grad_NE = (grad_N[:, None] * ctx.slope).div_(_column(ctx.tokens))
+        if num_sequences == 1:
+            grad_shares = grad_NE.expand(ctx.num_tokens, -1)
+        else:
+            grad_shares = grad_NE.repeat_interleave(ctx.num_tokens // num_sequences, dim=0)
         return grad_shares if valid is None else grad_shares * valid[:, None], None, None, None, None
 
 
@@ -150,6 +154,8 @@ def _mean_loss(mean_NE: Tensor, slope_NE: Tensor, tokens_N: Tensor | int) -> Ten
 def _weights(grad: Tensor, tokens_N: Tensor | int, num_sequences: int) -> Tensor:
     """What ``_mean_loss`` gives back to the loss of each run, ``[N]``."""
     if isinstance(tokens_N, int):
-        return (grad / num_sequences if tokens_N else torch.zeros_like(grad)).expand(num_sequences)
+        if num_sequences > 1:
+            grad = grad / num_sequences
+        return (grad if tokens_N else torch.zeros_like(grad)).expand(num_sequences)
     counted = tokens_N > 0
     return torch.where(counted, grad / counted.sum().clamp(min=1), 0.0)

@@ -45,7 +45,7 @@ class HistogramQB(BiasBalancer):
 
     def _bounds(self) -> tuple[Tensor, Tensor]:
         lowest, highest = self.bias.aminmax()
-        return lowest - 1, highest + 1
+        return lowest.sub_(1), highest.add_(1)
 
     def accumulate(self, routing: Routing) -> None:
         """Count the margins, unless the routing pass has done so."""
@@ -54,9 +54,11 @@ class HistogramQB(BiasBalancer):
 
     def solve(self) -> Solve:
         """One round: the histogram, with the clamped margins as one more column."""
-        pooled = (yield torch.cat([self.counts, self.clamped[:, None]], dim=1)).long()
+        pooled = yield torch.cat([self.counts, self.clamped[:, None]], dim=1)
         counts, clamped = pooled[:, :-1], pooled[:, -1]
-        self.clamped_share.copy_(clamped.sum().double() / counts.sum().clamp(min=1))
+        # a token leaves one margin per expert
+        margins = counts[0].sum() * self.num_experts
+        self.clamped_share.copy_(clamped.sum().double() / margins.clamp_(min=1))
         return histogram_quantile(counts, self.top_k, *self._bounds())
 
     def reset_parameters(self) -> None:
@@ -73,7 +75,7 @@ def histogram_quantile(counts: Tensor, top_k: int, lower: Tensor, upper: Tensor)
     """The ``K/E`` quantile of every row of a histogram, linear inside the bin that holds it.
 
     Args:
-        counts: ``[E, B]`` int64, summed over all token shards.
+        counts: ``[E, B]`` integer, summed over all token shards.
         top_k: ``K``.
         lower, upper: 0-dim, bounds of the bins.
 
@@ -85,11 +87,11 @@ def histogram_quantile(counts: Tensor, top_k: int, lower: Tensor, upper: Tensor)
     [0.0, -0.5]
     """
     num_experts, num_bins = counts.shape
-    tokens = counts.sum(-1)
-    rank = target_rank(tokens, top_k, num_experts)
     upto = counts.cumsum(-1)
-    chosen = (upto < rank[:, None]).sum(-1, keepdim=True)
-    inside = counts.gather(-1, chosen).squeeze(-1)
+    tokens = upto[:, -1]
+    rank = target_rank(tokens, top_k, num_experts)
+    chosen = torch.searchsorted(upto, rank[:, None])
+    inside = counts.gather(-1, chosen).squeeze(-1).long()
     before = upto.gather(-1, chosen).squeeze(-1) - inside
     # (q - before) / inside with q = T*K/E, from integers
     fraction = ((tokens * top_k - before * num_experts).double() / (inside * num_experts)).clamp(0, 1)

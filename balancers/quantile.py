@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..kernels import MarginTally, Routing, from_key, radix_counts, select_rank, target_rank
 from ..kernels.backend import use_triton
-from ..kernels.radix import num_passes
+from ..kernels.radix import num_passes, ordered_bits, ordered_counts
 from .base import FixedDtype, Solve
 
-# up to here a partial sort on the CPU takes less than four passes over 256 counters
+# up to here, on the CPU, a partial sort takes less than four passes over 256 counters, and passes take less without blocks
 FEW_MARGINS = 2**16
 
 
@@ -85,9 +85,16 @@ def radix_quantile(margins: Tensor, top_k: int, order: str = "q", num_rows: Tens
     Returns:
         ``[E]`` fp32; NaN where no shard has a token.
     """
-    prefix = rank = None
-    for byte in range(num_passes(margins.dtype)):
-        counts = yield radix_counts(margins, prefix, byte, num_rows)
+    prefix = rank = bits = None
+    passes = num_passes(margins.dtype)
+    if not torch.compiler.is_compiling() and not use_triton(margins):
+        margins, num_rows = margins if num_rows is None else margins[: int(num_rows)], None
+        bits = ordered_bits(margins) if margins.numel() <= FEW_MARGINS else None
+    for byte in range(passes):
+        if bits is None:
+            counts = yield radix_counts(margins, prefix, byte, num_rows)
+        else:
+            counts = yield ordered_counts(bits, prefix, byte, passes)
         prefix, rank = _narrow(counts, prefix, rank, top_k, order)
     assert prefix is not None
     return from_key(prefix, margins.dtype)

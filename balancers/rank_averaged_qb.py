@@ -58,8 +58,9 @@ class RankAveragedQB(BiasBalancer):
     def _close(self) -> None:
         """Turn the stored margins into one quantile."""
         closed = F.pad(local_quantile(self.store, self.top_k), (0, 1), value=1.0)
+        first = closed[0]
         # NaN: no token, and then it does not count
-        self.total += torch.where(closed[0] == closed[0], closed, 0.0)
+        self.total.add_(torch.where(first == first, closed, 0.0))
         self.store.reset()
 
     def solve(self) -> Solve:

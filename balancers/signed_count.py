@@ -60,7 +60,7 @@ class SignedCount(BiasBalancer):
         load = (yield self.load).long()
         total = load.sum()
         # E * (mean - c), in integers: a load of 257 against 256 keeps its sign
-        error = total - self.num_experts * load
+        error = torch.sub(total, load, alpha=self.num_experts)
         step = error.sign().double() if self.rule == "sign" else error.double() / total
         if self.centred:
             step = step - step.mean()

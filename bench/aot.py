@@ -1,16 +1,17 @@
 """Compile every kernel ahead of time, without a GPU, and read registers, spills and shared memory off the machine code.
 
-`scripts/bench aot` prints the table and writes bench/aot.json. What is compiled is what the launchers launch: they are called on
-small CPU tensors, and the launch is recorded instead of made.
+`scripts/bench aot` prints the table and writes bench/aot.json. What is compiled is what the launchers launch: they
+are called on small CPU tensors, and the launch is recorded instead of made.
 """
 
+import argparse
 import contextlib
 import io
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from triton.compiler import ASTSource
 
 from ..kernels.fused import radix, route, route_backward
 from ..kernels.fused.numerics import COMPILE_OPTIONS, INTERPRETED
+from .timing import FOLDER
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -38,7 +40,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# with 128 registers a multiprocessor holds 16 one-warp programs of each scheduler's 16
+# then a multiprocessor holds 16 warps or more
 MAX_REGISTERS = 128
 TOKENS = 64
 DTYPES = {
@@ -209,26 +211,24 @@ def compile_all(names: list[str] | None = None, targets: list[str] | None = None
             yield compile_for(launch, target)
 
 
-def main() -> None:
-    """Print the table, write bench/aot.json; exit 1 if a bound does not hold."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """``scripts/bench aot``; exit status 1 if a bound does not hold."""
+    parser = argparse.ArgumentParser(prog="scripts/bench aot", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=FOLDER / "aot.json")
+    options = parser.parse_args(arguments)
     console = Console()
-    rows = []
     with console.status("compiling"):
-        for row in compile_all():
-            rows.append(row)
+        rows = list(compile_all())
     table = Table("kernel", *TARGETS, title=f"registers / spilled bytes / shared bytes, Triton {triton.__version__}")
     for name in CALLS:
         cells = [row for row in rows if row["kernel"] == name]
         table.add_row(name, *(f"{row['registers']} / {row['spills']} / {row['shared']}" for row in cells))
     console.print(table)
-    path = Path(__file__).with_name("aot.json")
-    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    console.print(f"written to {path}")
+    options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written to {options.out}")
     over = [row for row in rows if row["spills"] or row["registers"] > MAX_REGISTERS]
     for row in over:
-        console.print(
-            f"[red]{row['kernel']} for {row['target']}: {row['registers']} registers, {row['spills']} spilled[/]"
-        )
+        console.print(f"{row['kernel']} for {row['target']}: {row['registers']} registers, {row['spills']} spilled")
     sys.exit(bool(over))
 
 

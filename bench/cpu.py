@@ -48,7 +48,7 @@ def make_pairs(num_tokens: int, num_experts: int, top_k: int, num_bins: int) -> 
     biased = logits.sigmoid() + bias
     return {
         "selection_vs_kthvalue": Pair(
-            lambda: run_locally(radix_quantile(rounded, None, top_k)),
+            lambda: run_locally(radix_quantile(rounded, top_k)),
             lambda: torch.kthvalue(rounded, rank, dim=0).values.float(),
             torch.equal,
         ),

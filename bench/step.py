@@ -2,8 +2,10 @@
 
 All models start from the same weights, see the same batch and keep weights (learning rate 0) and a zero bias, so that
 routing, and with it the work of the experts, is the same: what differs is the balancer. One process is one rank of the
-default run, without the others. With one thread the clock is processor time, which other processes on the machine
-disturb less; it is the time of the step on an idle machine.
+default run, without the others. A step is taken in pieces, its microbatches and its end, and a piece runs for all
+models before the next one does, so that what disturbs the machine for longer than a few milliseconds disturbs all
+alike. With one thread the clock is processor time, which other processes on the machine disturb less; it is the time
+of the step on an idle machine.
 """
 
 import argparse
@@ -27,6 +29,9 @@ from ..experiments.runs import write_json
 from ..experiments.train import language_loss
 from .timing import FOLDER, facts, quartiles
 
+# then models are built anew: where a model lies in memory makes it a percent or two slower or faster
+ROUNDS_OF_A_MODEL = 5
+
 
 def presets() -> list[str]:
     """All of ``configs/balancer/``, ``none`` first."""
@@ -44,7 +49,7 @@ def load(preset: str, *overrides: str) -> dict[str, Any]:
 
 
 class Step:
-    """One training step of one preset, again and again from the same state."""
+    """One training step of one preset, in pieces, again and again from the same state."""
 
     def __init__(self, config: dict[str, Any], microbatches: Sequence[Tensor]) -> None:
         self.microbatches = microbatches
@@ -61,51 +66,66 @@ class Step:
                 router.bias.reserve(sum(tokens[:, 1:].numel() for tokens in microbatches))
                 self.biases.append(router.bias.bias)
 
-    def __call__(self) -> float:
-        """Seconds of one step."""
+    def run(self, piece: int) -> float:
+        """Seconds of a piece: of one microbatch, or, after the last of them, of the end of the step."""
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         started = clock()
-        for tokens in self.microbatches:
-            loss = language_loss(self.model(tokens[:, :-1]), tokens)
-            (loss / len(self.microbatches)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        assert torch.isfinite(norm)
-        update_balancers(self.model)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if piece < len(self.microbatches):
+            self._accumulate(self.microbatches[piece])
+            return clock() - started
+        self._finish()
         seconds = clock() - started
         for bias in self.biases:
             bias.zero_()
         return seconds
 
+    def _accumulate(self, tokens: Tensor) -> None:
+        loss = language_loss(self.model(tokens[:, :-1]), tokens)
+        (loss / len(self.microbatches)).backward()
+
+    def _finish(self) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        assert torch.isfinite(norm)
+        update_balancers(self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
 
 def measure(names: Sequence[str], rounds: int, ranks: int, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Ratios to ``none`` and milliseconds of a step, by preset.
 
-    ``none`` runs twice a round: a ratio is to the mean of the two, and the ratio of the two is the noise.
+    ``none`` runs twice: a ratio is to the mean of the two steps of its round, and the ratio of the two is the noise.
 
     Args:
         names: the presets beside ``none``.
-        rounds: how often each is run, in an order drawn anew for every round.
+        rounds: how many steps of each are run, in an order drawn anew for every piece.
         ranks: over how many ranks the microbatches of a step would be spread; one of them runs.
     """
     configs = {name: load(name, *overrides) for name in ("none", *names)}
     config = configs["none"]
     _, batches, _ = build.make_data(config)
     microbatches = [batches.microbatch(0, index) for index in range(config["data"]["microbatches"] // ranks)]
-    steps = {name: Step(configs[name], microbatches) for name in configs}
     # a model of its own, so that the two differ as two presets do
-    steps["none again"] = Step(config, microbatches)
+    configs["none again"] = config
     generator = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(2 + rounds):
-        order = list(steps)
-        generator.shuffle(order)
-        for name in order:
-            taken = steps[name]()
-            # the first rounds fill caches
-            if turn >= 2:
-                seconds[name].append(taken)
+    seconds: dict[str, list[float]] = {name: [] for name in configs}
+
+    def shuffled() -> list[str]:
+        return generator.sample(list(configs), len(configs))
+
+    for turn in range(rounds):
+        fresh = turn % ROUNDS_OF_A_MODEL == 0
+        if fresh:
+            steps = {name: Step(configs[name], microbatches) for name in shuffled()}
+        # the first step fills caches
+        for warm in (False, True) if fresh else (True,):
+            taken = dict.fromkeys(configs, 0.0)
+            for piece in range(len(microbatches) + 1):
+                for name in shuffled():
+                    taken[name] += steps[name].run(piece)
+            if warm:
+                for name, total in taken.items():
+                    seconds[name].append(total)
     base = [(first + second) / 2 for first, second in zip(seconds["none"], seconds["none again"], strict=True)]
     result = {}
     for name, values in seconds.items():
@@ -118,7 +138,7 @@ def measure(names: Sequence[str], rounds: int, ranks: int, overrides: Sequence[s
 def main(arguments: Sequence[str] | None = None) -> None:
     """``scripts/bench step``."""
     parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=90)
     parser.add_argument("--ranks", type=int, default=2, help="ranks that share the microbatches of a step")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch, one as in a rank of the default run")
     parser.add_argument("--presets", nargs="*", default=presets()[1:])

@@ -96,13 +96,16 @@ class Router(nn.Module):
 
     def _route(self, logits: Tensor, valid: Tensor | None, num_sequences: int) -> Routing:
         bias, tally = (None, None) if self.bias is None else (self.bias.bias, self.bias.tally)
+        # a gradient balancer attaches the gradient together with its own
+        attach = torch.is_grad_enabled() and (self.gradient is None or not self.gradient.training)
         try:
-            routing = route(
-                logits, bias, self.top_k, tally=tally, valid=valid, num_sequences=num_sequences, **self.options
-            )
+            with torch.set_grad_enabled(attach):
+                routing = route(
+                    logits, bias, self.top_k, tally=tally, valid=valid, num_sequences=num_sequences, **self.options
+                )
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
-        self.uncounted.tokens += routing.uncounted
+        self.uncounted.tokens.add_(routing.uncounted)
         if self.bias is not None:
             self.bias.observe(routing)
         if self.gradient is not None:
@@ -114,7 +117,7 @@ class Router(nn.Module):
 
 
 def check_routers(routers: Sequence[Router]) -> None:
-    """Refuse broken routing, once per step: the Triton kernel counts what the reference raises for. One synchronisation.
+    """Refuse broken routing, once a step, in one synchronisation: the Triton kernel counts what the reference raises for.
 
     Raises:
         ValueError: the first router with NaN or infinite logits since the last look, and in how many tokens.

@@ -1,7 +1,7 @@
 """Which implementation runs: the Triton kernels on a GPU, the torch reference elsewhere.
 
-``EQUIPOISE_KERNELS=torch`` or ``triton`` in the environment forces one. Triton is imported when its first kernel is about
-to run. On the CPU its kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which is for tests.
+``EQUIPOISE_KERNELS=torch`` or ``triton`` in the environment forces one. Triton is imported when its first kernel is
+about to run. On the CPU its kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), which is for tests.
 """
 
 import importlib.util

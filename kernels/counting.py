@@ -74,8 +74,8 @@ def add_uniform_counts(counts: Tensor, outside: Tensor, margins: Tensor, lower: 
         counts += count_blocks(margins, num_bins, count)
         return
     # fewer margins than counters: most of these are not touched
-    index = number(to_bins(margins, slice(None), torch.int32), num_bins).flatten()
-    counts.view(-1).index_add_(0, index, counts.new_ones(()).expand(len(index)))
+    index = number(to_bins(margins, slice(None), torch.int64), num_bins).flatten()
+    counts.view(-1).scatter_add_(0, index, counts.new_ones(()).expand(len(index)))
 
 
 def count_blocks(values: Tensor, num_bins: int, count: Callable[[Tensor, slice], Tensor]) -> Tensor:

@@ -1,8 +1,9 @@
 """The ops of this package in torch's registry: what a compiler sees in place of their insides.
 
-An op holds both backends, so that the same graph is traced on every device. Not a ``triton_op``: that one takes no kernel in the
-interpreter, and there is nothing around the kernels that a compiler could fuse with them. Not ``custom_op``: its wrapper
-costs a tenth of a millisecond a call on the CPU, and imports the compiler with the first one.
+An op holds both backends, so that the same graph is traced on every device. Not a ``triton_op``: that one takes no
+kernel in the interpreter, and there is nothing around the kernels that a compiler could fuse with them. Not
+``custom_op``: its wrapper costs a tenth of a millisecond a call on the CPU, and imports the compiler with the first
+one.
 """
 
 from collections.abc import Callable

@@ -9,6 +9,7 @@ On the CPU the bytes are counted as they lie in memory, in cache-sized blocks (s
 are put into key order afterwards: no arithmetic per element for the order.
 """
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -184,6 +185,32 @@ def _refuse_nan(values: Tensor) -> None:
     # the maximum of numbers and NaN is NaN
     if values.numel() and values.max().isnan():
         raise ValueError("NaN has no place in an order: got NaN among the values to select from")
+
+
+def ordered_bits(values: Tensor) -> Tensor:
+    """Keys in int32, less ``2**15`` (bf16) or ``2**31`` (fp32), for more than one call of ``ordered_counts``.
+
+    Raises:
+        ValueError: NaN, or a dtype without keys.
+
+    >>> ordered_bits(torch.tensor([-1.0, -0.0, 0.0, 1.0], dtype=torch.bfloat16)).tolist()
+    [-16257, 0, 0, 16256]
+    """
+    width = 8 * num_passes(values.dtype)
+    # NaN stays in a sum, in which numbers may overflow too
+    if not math.isfinite(values.sum()):
+        _refuse_nan(values)
+    bits = _bits(values, zeros=True).int()
+    return bits.bitwise_xor_((bits >> 31).bitwise_and_((1 << (width - 1)) - 1))
+
+
+def ordered_counts(bits: Tensor, prefix: Tensor | None, byte: int, passes: int) -> Tensor:
+    """``radix_counts`` of ``ordered_bits [T, E]`` with ``passes`` bytes, for few tokens on the CPU: in a single block."""
+    bits = bits >> 8 * (passes - 1 - byte)
+    if prefix is None:
+        return count_bins(bits, 256, first=-128).int()
+    start = (prefix << 8).sub_(128 << 8 * byte).int()
+    return count_bins(bits.sub_(start).clamp_(-1, 256), _NUM_BINS, first=-1)[:, 1:257].int()
 
 
 def select_rank(counts: Tensor, prefix: Tensor | None, rank: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ the unbiased scores. Ties go to the lowest expert id. This file is the definitio
 blocks of tokens; the Triton kernel is in ``fused/route.py``.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -218,9 +219,13 @@ def _check(
         raise ValueError(f"num_sequences must divide the {num_tokens} tokens, got {num_sequences}")
 
 
-def _open(tally: Tally | None, logits: Tensor) -> tuple[Tensor | None, ...]:
-    """What the op writes to and reads for a tally: counts, clamped, lower, upper, kept, filled."""
-    writes: tuple[Tensor | None, ...] = (None,) * 6
+# counts, clamped, lower, upper, kept, filled
+Writes = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _open(tally: Tally | None, logits: Tensor) -> Writes:
+    """What the op writes to and reads for a tally."""
+    writes: Writes = (None, None, None, None, None, None)
     if isinstance(tally, UniformTally):
         writes = tally.counts, tally.clamped, tally.lower, tally.upper, None, None
     elif isinstance(tally, RadixTally):
@@ -324,12 +329,16 @@ def _unsupported(logits: Tensor, top_k: int) -> str | None:
 
 
 def _refuse_infinite(logits: Tensor, bias: Tensor | None) -> None:
-    if bias is not None and not bias.isfinite().all():
+    if bias is not None and not _is_finite(bias):
         raise ValueError(f"bias must be finite, got {int((~bias.isfinite()).sum())} of {len(bias)} that are not")
-    # NaN spreads to both ends
-    if logits.numel() and not torch.stack(logits.aminmax()).isfinite().all():
+    if not _is_finite(logits):
         rows = int((~logits.isfinite().all(-1)).sum())
         raise ValueError(f"router logits must be finite, got NaN or infinity in {rows} of {len(logits)} tokens")
+
+
+def _is_finite(values: Tensor) -> bool:
+    # NaN and infinity stay in a sum, in which numbers may overflow too
+    return math.isfinite(values.sum()) or bool(values.isfinite().all())
 
 
 def _selection_scores(logits: Tensor, selection: str, gate: Gate) -> Tensor:

@@ -13,7 +13,7 @@ COMPILE_OPTIONS = {"enable_fp_fusion": False}
 
 @triton.jit
 def sigmoid(x, PTX: tl.constexpr):
-    """``1 / (1 + exp(-x))``; as PTX two multiplier-unit and two arithmetic instructions, a fifth off the whole routing."""
+    """``1 / (1 + exp(-x))``; in PTX two instructions of the special-function unit and two others."""
     if PTX:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 t; mul.ftz.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.ftz.f32 t, t, 0f3F800000;"

@@ -1,14 +1,16 @@
 """Radix counting of float keys and the selection of a bin. ``R`` rows, ``E`` experts, ``W`` bits of a key (16 or 32).
 
-**Highest byte.** It holds the sign and seven bits of the exponent, so the margins of an expert fall into a dozen of the 256
-bins: atomics would queue at a few addresses. So the 16 bins of magnitudes from 2**-13 to 8 are counted in registers: eight
-fields of four bits in a word for each sign, 15 rows to a word, then widened to eight bits; only the rest goes to memory as it
-comes. The bytes are counted as they lie in memory and put into key order when a program writes its counts.
+**Highest byte.** It holds the sign and seven bits of the exponent, so the margins of an expert fall into a dozen of
+the 256
+bins: atomics would queue at a few addresses. So the 16 bins of magnitudes from 2**-13 to 8 are counted in registers:
+eight fields of four bits in a word for each sign, 15 rows to a word, then widened to eight bits; only the rest goes to
+memory as it comes. The bytes are counted as they lie in memory and put into key order when a program writes its counts.
 
 **Lower bytes.** Only keys under the prefix count, spread over 256 bins: one atomic each.
 
 Counters are ``[E, 256]`` of any strides; lanes hold neighbouring experts, so ``[256, E]`` in memory is the layout that
-lets one memory sector serve several lanes. Integer additions: the counts do not depend on the order. NaN is not counted.
+lets one memory sector serve several lanes. Integer additions: the counts do not depend on the order. NaN is not
+counted.
 
 Cost on a GPU: ``R*E*W/8`` bytes read per pass.
 """
@@ -25,6 +27,7 @@ ROWS_PER_WORD = 15
 WORDS_PER_PROGRAM = 2
 KEYS_PER_TILE = 1 << 13 if INTERPRETED else 256
 EXPERTS_PER_PROGRAM = 1024 if INTERPRETED else 64
+EXPERTS_PER_SELECTION = 256 if INTERPRETED else 4
 KEYS_PER_PROGRAM = 1 << 15 if INTERPRETED else 1024
 # the seven exponent bits of the first bin that is counted in registers: magnitudes from 2**-13
 WINDOW = 0x39
@@ -81,9 +84,10 @@ def _count_highest_kernel(
     for word in range(WORDS):
         both = zeros
         negative = zeros
-        for row in range(ROWS):
-            step = (tl.program_id(1) * WORDS + word) * ROWS + row
-            rows = (step.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+        first = (tl.program_id(1) * WORDS + word).to(tl.int64) * (ROWS * BLOCK_R)
+        num_tiles = tl.minimum(tl.cdiv(tl.maximum(end - first, 0), BLOCK_R), ROWS)
+        for tile in range(num_tiles):
+            rows = (first + tile * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
             bits = _load_bits(values_ptr, rows, offs_e, (rows < end) & mask_e, E, WIDTH)
             exponent = ((bits >> (WIDTH - 8)) & 127) - WINDOW
             # below the window the difference wraps to a large number
@@ -237,7 +241,7 @@ def select_rank(counts: Tensor, prefix: Tensor | None, rank: Tensor) -> tuple[Te
     left = torch.empty_like(longer)
     launch(
         _select_kernel,
-        (triton.cdiv(num_experts, 4),),
+        (triton.cdiv(num_experts, EXPERTS_PER_SELECTION),),
         counts,
         counts,
         None if prefix is None else prefix.contiguous(),
@@ -247,7 +251,7 @@ def select_rank(counts: Tensor, prefix: Tensor | None, rank: Tensor) -> tuple[Te
         counts.stride(0),
         counts.stride(1),
         E=num_experts,
-        BLOCK_E=4,
+        BLOCK_E=EXPERTS_PER_SELECTION,
         num_warps=4,
     )
     return longer, left

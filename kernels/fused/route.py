@@ -3,15 +3,16 @@
 ``T`` tokens, ``E`` experts padded to a power of two ``EP``, ``K`` experts a token padded likewise (with the cutoff) to
 ``KP``, ``B`` bins. One warp holds ``512 / EP`` tokens: a row lies in one warp, so every reduction stays inside it.
 
-**The fast key.** With the largest score 1 and the biases in ``[lowest, highest]``, ``s + b`` becomes a fixed-point number of
-23 bits (22 for more than 512 experts) by one multiply-add: the result lies in ``[2**23, 2**24)``, where the spacing of fp32
-is 1, so its low bits are that number. Above the reversed expert id they make a 32-bit key: all keys differ, ties fall
-to the lowest id. After the largest key ``m``, the next one is ``m + max(key - m)`` in unsigned arithmetic: keys that were taken wrap
-to small numbers, the others to large ones. No masking, no reduction over ids.
+**The fast key.** With the largest score 1 and the biases in ``[lowest, highest]``, ``s + b`` becomes a fixed-point
+number of 23 bits (22 for more than 512 experts) by one multiply-add: the result lies in ``[2**23, 2**24)``, where
+the spacing of fp32 is 1, so its low bits are that number. Above the reversed expert id they make a 32-bit key: all
+keys differ, ties fall to the lowest id. After the largest key ``m``, the next one is ``m + max(key - m)`` in
+unsigned arithmetic: keys that were taken wrap to small numbers, the others to large ones. No masking, no reduction
+over ids.
 
-The fast key sees scores to ``(1 + highest - lowest) * 2**-23``; where the K-th to (K+2)-th biased scores are closer than that, it
-may pick another expert than the comparison in fp32 (``exact=True``). Logits have no bounds, so ``selection="logit"`` always
-compares in fp32.
+The fast key sees scores to ``(1 + highest - lowest) * 2**-23``; where the K-th to (K+2)-th biased scores are closer
+than that, it may pick another expert than the comparison in fp32 (``exact=True``). Logits have no bounds, so
+``selection="logit"`` always compares in fp32.
 
 Cost on a GPU: bytes ``T*E*itemsize`` read, ``T*(12*K + 4)`` written, ``T*E*2`` more for bf16 margins.
 """
@@ -154,7 +155,8 @@ def _route_kernel(
             if SOFTMAX:
                 weights = tl.exp(picked - best)
             else:
-                # where all scores are tiny, sigmoid(x) is exp(x): moved up to exp(-20), their ratios stay and none underflows
+                # where all scores are tiny, sigmoid(x) is exp(x): moved up to exp(-20), their ratios stay and none
+                # underflows
                 weights = sigmoid(picked - tl.minimum(best + 20.0, 0.0), PTX)
             weights = weights * (scale / tl.sum(weights, axis=1))[:, None]
         elif SOFTMAX:
@@ -219,10 +221,11 @@ def route(
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
     cutoff = torch.empty(num_tokens, dtype=torch.float32, device=device)
     counters = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    uniform = counts is not None and clamped is not None
     # lanes hold neighbouring experts: bin by bin, one memory sector serves several of them
-    bins = torch.zeros(counts.shape[1], num_experts, dtype=torch.int32, device=device) if uniform else None
-    if counts is not None and not uniform:
+    bins = None
+    if counts is not None and clamped is not None:
+        bins = torch.zeros(counts.shape[1], num_experts, dtype=torch.int32, device=device)
+    elif counts is not None:
         # the radix pass reads margins; nobody else wants these
         kept = torch.empty(num_tokens, num_experts, dtype=torch.bfloat16, device=device)
         filled = torch.zeros(1, dtype=torch.int64, device=device)
@@ -254,7 +257,7 @@ def route(
         K=top_k,
         KP=triton.next_power_of_2(top_k + 1),
         BLOCK_T=block_tokens,
-        NUM_BINS=counts.shape[1] if uniform else 0,
+        NUM_BINS=0 if bins is None else len(bins),
         KEPT_BITS=0 if kept is None else 8 * kept.dtype.itemsize,
         SOFTMAX=gate == "softmax",
         LOGIT=selection == "logit",
@@ -263,9 +266,9 @@ def route(
         PTX=PTX,
         num_warps=1,
     )
-    if bins is not None:
+    if counts is not None and bins is not None:
         counts += bins.t()
-    elif counts is not None:
+    elif counts is not None and kept is not None:
         count_highest(kept, counts, num_tokens)
     if filled is not None:
         filled += num_tokens

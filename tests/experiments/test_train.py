@@ -16,11 +16,12 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from equipoise.experiments import train
+from equipoise.experiments import moe, train
 from equipoise.experiments.build import make_model
 from equipoise.experiments.measure import Meter
 from equipoise.experiments.parallel import Ranks, join_ranks
 from equipoise.experiments.tracker import Tracker
+from equipoise.kernels import route
 
 TIMES = ("seconds", "tokens_per_s")
 TINY = [
@@ -262,6 +263,51 @@ def test_tracker_drops_what_comes_after_the_checkpoint(tmp_path):
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     assert rows(tmp_path)[0]["loss"] is None
     assert pd.read_parquet(tmp_path / "load.parquet").step.max() == 4
+
+
+def train_and_watch(folder, alone_monkeypatch, kernels, *overrides):
+    """Every routing of a run, and its last biases."""
+    seen, models = [], []
+
+    def watched(logits, bias, top_k, **options):
+        routing = route(logits, bias, top_k, **options)
+        seen.append((routing.detach(), None if bias is None else bias.clone()))
+        return routing
+
+    make = train.build.make_model
+    with alone_monkeypatch.context() as patch:
+        patch.setenv("EQUIPOISE_KERNELS", kernels)
+        patch.setattr(moe, "route", watched)
+        patch.setattr(train.build, "make_model", lambda config: models.append(make(config)) or models[-1])
+        train.main(str(write_run(folder, "optim.steps=6", "validation.every=100", *overrides, ranks=1)))
+    return seen, [router.bias.bias for router in models[-1].routers() if router.bias is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("balancer", "selection"),
+    [("eqb_lei", "score"), ("histogram_qb", "score"), ("rank_averaged_qb", "logit"), ("eqb_gshard", "logit")],
+)
+def test_the_triton_kernels_train_to_the_same_experts_and_biases(tmp_path, alone, monkeypatch, balancer, selection):
+    """In the interpreter, whose exponentials differ from torch's in the last place; near ties are named if any."""
+    pytest.importorskip("triton")
+    overrides = [f"balancer={balancer}", f"model.selection={selection}"]
+    expected, expected_biases = train_and_watch(tmp_path / "torch", monkeypatch, "torch", *overrides)
+    actual, biases = train_and_watch(tmp_path / "triton", monkeypatch, "triton", *overrides)
+    assert len(actual) == len(expected) > 6 * 4 * 2
+    near_ties = 0
+    for (ours, _), (reference, bias) in zip(actual, expected, strict=True):
+        unbiased = reference.scores if selection == "score" else reference.logits
+        top = (unbiased + bias).topk(3, dim=-1).values
+        near = ((top[:, :-1] - top[:, 1:]) < 1e-5).any(-1)
+        differs = (ours.experts != reference.experts).any(-1)
+        assert not (differs & ~near).any()
+        near_ties += int(differs.sum())
+    print(f"{balancer}, {selection}: {near_ties} near-tie rows with other experts")
+    assert near_ties == 0
+    for ours, reference in zip(biases, expected_biases, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=0 if "eqb" in balancer else 1e-6)
+        assert ours.any()
 
 
 def test_ranks_describe_themselves(alone):

@@ -1,4 +1,4 @@
-"""The kernels run on the GPU where there is one, else in Triton's interpreter; the reference runs on the same device."""
+"""The kernels run on the GPU where there is one, else in Triton's interpreter; the reference on the same device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -11,7 +11,7 @@ from equipoise.kernels import from_key, radix_counts, select_rank, target_rank
 
 On = Callable[[str], Any]
 
-SHAPES = [(T, E) for T in (0, 1, 33, 257) for E in (2, 7, 60, 256)] + [(33, 512), (33, 1024), (5000, 8)]
+SHAPES = [(T, E) for T in (0, 1, 33, 257) for E in (2, 7, 8, 60, 256, 512)] + [(33, 1024), (5000, 8)]
 NUM_PASSES = {torch.bfloat16: 2, torch.float32: 4}
 
 
@@ -35,7 +35,7 @@ def draw(kind: str, num_rows: int, num_experts: int, dtype: torch.dtype, device:
 @pytest.mark.parametrize("dtype", NUM_PASSES)
 @pytest.mark.parametrize("kind", ["margins", "all_magnitudes", "zeros", "ties"])
 def test_every_pass_and_selection(kind: str, dtype: torch.dtype, on: On, device: str, poisoned: None) -> None:
-    for num_rows, num_experts in SHAPES:
+    for num_rows, num_experts in SHAPES if kind == "margins" else [(33, 7), (257, 60)]:
         values = draw(kind, num_rows, num_experts, dtype, device)
         prefix = None
         rank = target_rank(torch.full((num_experts,), num_rows, device=device), 1, 2)
@@ -81,7 +81,7 @@ def test_only_rows_in_use_and_no_nan(dtype: torch.dtype, on: On, device: str) ->
     in_use = torch.tensor([120], device=device)
     with on("torch"):
         first = radix_counts(values, None, 0)
-        prefix, rank = select_rank(first, None, torch.full((7,), 40, device=device))
+        prefix, _ = select_rank(first, None, torch.full((7,), 40, device=device))
         second = radix_counts(values, prefix, 1)
     with on("triton"):
         assert torch.equal(radix_counts(buffer, None, 0, in_use), first)
