@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels import Routing
+from ..kernels.gate import Gate
 from .base import GradientBalancer
 from .lei import bound_factor
 from .metrics import residual
@@ -74,16 +75,19 @@ class GShard(GradientBalancer):
             load_NE = sum_over_shards([self.step_load], self.token_shards)[0][None]
         error_NE = residual(load_NE).to(routing.weights.dtype)
         slope_NE = error_NE if self.bound is None else bound_factor(error_NE, self.bound)[:, None] * error_NE
-        shares, valid = routing.shares, routing.valid
-        penalty, value, mean_NE = _Penalty.apply(shares, slope_NE, valid, tokens_N, self.coefficient)
+        shares, saved = routing.gate.shares_and_saved(routing.logits.detach())
+        counted = shares if routing.valid is None else shares * routing.valid[:, None]
+        mean_NE = _run_sums(counted, num_sequences).div_(_column(tokens_N))
+        value = _mean_loss(mean_NE, slope_NE, tokens_N)
         if first:
             self.last_value = value if self.bound is None else _mean_loss(mean_NE, error_NE, tokens_N)
-        return penalty
+        options = routing.valid, tokens_N, self.coefficient, routing.gate
+        return _Penalty.apply(routing.logits, value, slope_NE, shares, saved, *options)
 
 
 class _Penalty(torch.autograd.Function):
-    """``coefficient * L`` with ``L = mean_n (1 + sum_e slope[n, e] * P[n, e])`` over the runs of tokens that have one, both
-    0-dim, and the mean shares ``P [N, E]``; only the first has a gradient.
+    """``coefficient * value``, 0-dim, for ``value = mean_n (1 + sum_e slope[n, e] * P[n, e])`` over the runs of tokens
+    that have one, with ``P`` their mean shares.
 
     The slope is no saved tensor: activation checkpointing drops those and makes them again, and by then the load of the
     step so far is another one. A plain attribute stays what it was in the first forward.
@@ -91,34 +95,41 @@ class _Penalty(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shares: Tensor, slope_NE: Tensor, valid: Tensor | None, tokens_N: Tensor | int, coefficient: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        counted = shares if valid is None else shares * valid[:, None]
-        num_sequences = len(slope_NE)
-        mean_NE = counted.view(num_sequences, -1, counted.shape[1]).sum(1).div_(_column(tokens_N))
-        ctx.save_for_backward(valid)
-        ctx.slope, ctx.tokens, ctx.coefficient = slope_NE, tokens_N, coefficient
-        ctx.num_tokens = len(shares)
-        value = _mean_loss(mean_NE, slope_NE, tokens_N)
-        ctx.mark_non_differentiable(value, mean_NE)
-        return coefficient * value, value, mean_NE
+        ctx: Any,
+        logits: Tensor,
+        value: Tensor,
+        slope_NE: Tensor,
+        shares: Tensor,
+        saved: Tensor | None,
+        valid: Tensor | None,
+        tokens_N: Tensor | int,
+        coefficient: float,
+        gate: Gate,
+    ) -> Tensor:
+        ctx.save_for_backward(logits, shares, saved, valid)
+        ctx.slope, ctx.tokens, ctx.coefficient, ctx.gate = slope_NE, tokens_N, coefficient, gate
+        return coefficient * value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        (valid,) = ctx.saved_tensors
-        num_sequences = len(ctx.slope)
-        grad_N = _weights(grad * ctx.coefficient, ctx.tokens, num_sequences)
-        grad_NE = (grad_N[:, None] * ctx.slope).div_(_column(ctx.tokens))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, shares, saved, valid = ctx.saved_tensors
+        num_sequences, tokens = len(ctx.slope), ctx.tokens
+        grad = grad * ctx.coefficient
+        if num_sequences > 1 or not isinstance(tokens, int):
+            grad = _weights(grad, tokens, num_sequences)[:, None]
+        grad_NE = (grad * ctx.slope).div_(_column(tokens))
         if num_sequences == 1:
-            grad_shares = grad_NE.expand(ctx.num_tokens, -1)
+            grad_shares = grad_NE.expand_as(shares)
         else:
-            grad_shares = grad_NE.repeat_interleave(ctx.num_tokens // num_sequences, dim=0)
-        return grad_shares if valid is None else grad_shares * valid[:, None], None, None, None, None
+            grad_shares = grad_NE.repeat_interleave(len(shares) // num_sequences, dim=0)
+        if valid is not None:
+            grad_shares = grad_shares * valid[:, None]
+        return ctx.gate.shares_gradient(logits, shares, saved, grad_shares), *[None] * 8
 
 
 def _load(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor | int]:
-    """Load ``[N, E]`` of ``N = num_sequences`` runs of tokens, and their valid tokens: ``[N]``, or one number for all."""
+    """Load ``[N, E]`` of ``N = num_sequences`` runs of tokens, and their valid tokens: ``[N]``, or a number for all."""
     tokens: Tensor | int = routing.logits.shape[0] // num_sequences
     if routing.valid is not None:
         tokens = routing.valid.view(num_sequences, -1).sum(-1)
@@ -133,6 +144,13 @@ def _load(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor | int]:
     return load.scatter_add_(1, chosen, weight), tokens
 
 
+def _run_sums(values: Tensor, num_sequences: int) -> Tensor:
+    """Sums ``[N, E]`` over the tokens of each run."""
+    if num_sequences == 1:
+        return values.sum(0, keepdim=True)
+    return values.unflatten(0, (num_sequences, -1)).sum(1)
+
+
 def _column(tokens_N: Tensor | int) -> Tensor | int:
     """Divisors ``[N, 1]``."""
     return max(tokens_N, 1) if isinstance(tokens_N, int) else tokens_N.clamp(min=1)[:, None]
@@ -142,10 +160,11 @@ def _mean_loss(mean_NE: Tensor, slope_NE: Tensor, tokens_N: Tensor | int) -> Ten
     """``1 + sum_e slope*P``, averaged over the runs that have a token; 0 if none does. Since ``P`` sums to 1, this is
     ``sum_e f*P`` for the slope ``f - 1``.
     """
-    loss_N = 1 + (mean_NE * slope_NE).sum(-1)
+    products = mean_NE * slope_NE
+    if len(products) == 1 and isinstance(tokens_N, int) and tokens_N:
+        return products.sum().add_(1)
+    loss_N = 1 + products.sum(-1)
     if isinstance(tokens_N, int):
-        if len(loss_N) == 1 and tokens_N:
-            return loss_N.squeeze(0)
         return loss_N.sum() / len(loss_N) if tokens_N else torch.zeros_like(loss_N[0])
     counted = tokens_N > 0
     return torch.where(counted, loss_N, 0.0).sum() / counted.sum().clamp(min=1)
@@ -154,8 +173,6 @@ def _mean_loss(mean_NE: Tensor, slope_NE: Tensor, tokens_N: Tensor | int) -> Ten
 def _weights(grad: Tensor, tokens_N: Tensor | int, num_sequences: int) -> Tensor:
     """What ``_mean_loss`` gives back to the loss of each run, ``[N]``."""
     if isinstance(tokens_N, int):
-        if num_sequences > 1:
-            grad = grad / num_sequences
-        return (grad if tokens_N else torch.zeros_like(grad)).expand(num_sequences)
+        return (grad / num_sequences if tokens_N else torch.zeros_like(grad)).expand(num_sequences)
     counted = tokens_N > 0
     return torch.where(counted, grad / counted.sum().clamp(min=1), 0.0)

@@ -17,10 +17,10 @@ def residual(load: Tensor) -> Tensor:
     >>> residual(torch.tensor([10, 6, 4, 0])).tolist()
     [1.0, 0.2, -0.2, -1.0]
     """
-    counts = load.to(torch.float64, copy=True)
+    counts = load.double()
     total = counts.sum(-1, keepdim=True)
     # without a token this is 0 / 1
-    return counts.mul_(counts.shape[-1]).sub_(total).div_(total.clamp_(min=1))
+    return (counts * counts.shape[-1]).sub_(total).div_(total.clamp_(min=1))
 
 
 def max_violation(load: Tensor) -> Tensor:

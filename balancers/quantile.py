@@ -12,7 +12,7 @@ from ..kernels.backend import use_triton
 from ..kernels.radix import num_passes, ordered_bits, ordered_counts
 from .base import FixedDtype, Solve
 
-# up to here, on the CPU, a partial sort takes less than four passes over 256 counters, and passes take less without blocks
+# up to here, on the CPU, a partial sort takes less than four passes, and passes over ordered bits less than over values
 FEW_MARGINS = 2**16
 
 

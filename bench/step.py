@@ -2,10 +2,11 @@
 
 All models start from the same weights, see the same batch and keep weights (learning rate 0) and a zero bias, so that
 routing, and with it the work of the experts, is the same: what differs is the balancer. One process is one rank of the
-default run, without the others. A step is taken in pieces, its microbatches and its end, and a piece runs for all
-models before the next one does, so that what disturbs the machine for longer than a few milliseconds disturbs all
-alike. With one thread the clock is processor time, which other processes on the machine disturb less; it is the time
-of the step on an idle machine.
+default run, without the others. A step of a preset is taken together with one of ``none``, piece by piece: each of its
+microbatches, then its end. So what disturbs the machine for longer than a few milliseconds disturbs both alike, and
+code that only this preset runs is about as warm as in a run, where one microbatch follows the other. With one thread
+the clock is processor time, which other processes on the machine disturb less; it is the time of the step on an idle
+machine.
 """
 
 import argparse
@@ -92,53 +93,47 @@ class Step:
 
 
 def measure(names: Sequence[str], rounds: int, ranks: int, overrides: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Ratios to ``none`` and milliseconds of a step, by preset.
-
-    ``none`` runs twice: a ratio is to the mean of the two steps of its round, and the ratio of the two is the noise.
+    """Ratios to ``none`` and milliseconds of a step, by preset; ``none`` against a second model of it is the noise.
 
     Args:
         names: the presets beside ``none``.
-        rounds: how many steps of each are run, in an order drawn anew for every piece.
+        rounds: how many steps of each are timed, each against a step of ``none`` of its own.
         ranks: over how many ranks the microbatches of a step would be spread; one of them runs.
     """
     configs = {name: load(name, *overrides) for name in ("none", *names)}
     config = configs["none"]
     _, batches, _ = build.make_data(config)
     microbatches = [batches.microbatch(0, index) for index in range(config["data"]["microbatches"] // ranks)]
-    # a model of its own, so that the two differ as two presets do
-    configs["none again"] = config
     generator = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in configs}
-
-    def shuffled() -> list[str]:
-        return generator.sample(list(configs), len(configs))
-
+    ratios: dict[str, list[float]] = {name: [] for name in configs}
+    milliseconds: dict[str, list[float]] = {name: [] for name in configs}
     for turn in range(rounds):
         fresh = turn % ROUNDS_OF_A_MODEL == 0
         if fresh:
-            steps = {name: Step(configs[name], microbatches) for name in shuffled()}
-        # the first step fills caches
-        for warm in (False, True) if fresh else (True,):
-            taken = dict.fromkeys(configs, 0.0)
-            for piece in range(len(microbatches) + 1):
-                for name in shuffled():
-                    taken[name] += steps[name].run(piece)
-            if warm:
-                for name, total in taken.items():
-                    seconds[name].append(total)
-    base = [(first + second) / 2 for first, second in zip(seconds["none"], seconds["none again"], strict=True)]
-    result = {}
-    for name, values in seconds.items():
-        reference = seconds["none"] if name == "none again" else base
-        ratios = [value / of for value, of in zip(values, reference, strict=True)]
-        result[name] = {"ratio": quartiles(ratios), "ms": quartiles([1e3 * value for value in values])}
-    return result
+            base = Step(config, microbatches)
+            steps = {name: Step(configs[name], microbatches) for name in configs}
+        for name in generator.sample(list(configs), len(configs)):
+            # the first step fills caches
+            for _ in range(1 + fresh):
+                taken, reference = pair(steps[name], base, generator)
+            ratios[name].append(taken / reference)
+            milliseconds[name].append(1e3 * taken)
+    return {name: {"ratio": quartiles(ratios[name]), "ms": quartiles(milliseconds[name])} for name in configs}
+
+
+def pair(step: Step, base: Step, generator: random.Random) -> tuple[float, float]:
+    """Seconds of a step of both, taken in turn, piece by piece; which of the two is first is drawn for each."""
+    seconds = {step: 0.0, base: 0.0}
+    for piece in range(len(step.microbatches) + 1):
+        for each in generator.sample([step, base], 2):
+            seconds[each] += each.run(piece)
+    return seconds[step], seconds[base]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """``scripts/bench step``."""
     parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=90)
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2, help="ranks that share the microbatches of a step")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch, one as in a rank of the default run")
     parser.add_argument("--presets", nargs="*", default=presets()[1:])
@@ -146,8 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     result = measure(options.presets, options.rounds, options.ranks)
-    noise = result.pop("none again")
-    table = Table("preset", "ratio to none", "quartiles", "ms", title="one training step")
+    table = Table("preset", "ratio to none", "quartiles", "ms", title="one training step; none: against itself")
     for name, row in result.items():
         ratio = row["ratio"]
         table.add_row(
@@ -155,11 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     console = Console()
     console.print(table)
-    low, high = noise["ratio"]["lower"], noise["ratio"]["upper"]
-    console.print(f"noise: none against none {noise['ratio']['median']:.3f} ({low:.3f} - {high:.3f})")
     ratios = {name: row["ratio"]["median"] for name, row in result.items()}
     ratios["none"] = 1.0
-    details = {"steps": result, "none_against_none": noise, "rounds": options.rounds, "ranks": options.ranks, **facts()}
+    details = {"steps": result, "rounds": options.rounds, "ranks": options.ranks, **facts()}
     write_json(options.out, ratios | {"details": details})
     console.print(f"{options.out}")
 

@@ -54,6 +54,20 @@ class Gate:
         wide = widen(logits)
         return (F.logsigmoid(wide) if self.score == "sigmoid" else wide).softmax(-1)
 
+    def shares_and_saved(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Shares, and what ``shares_gradient`` needs beside them."""
+        if self.score == "softmax":
+            return widen(logits).softmax(-1), None
+        logs, saved = torch.ops.aten.log_sigmoid_forward(widen(logits))
+        return logs.softmax(-1), saved
+
+    def shares_gradient(self, logits: Tensor, shares: Tensor, saved: Tensor | None, grad_shares: Tensor) -> Tensor:
+        """Gradient ``[T, E]`` of the logits from that of the shares, as autograd computes it from ``shares``."""
+        gradient = torch.ops.aten._softmax_backward_data(grad_shares, shares, -1, shares.dtype)
+        if saved is not None:
+            gradient = torch.ops.aten.log_sigmoid_backward(gradient, widen(logits), saved)
+        return gradient.to(logits.dtype)
+
     def _log_scores(self, logits: Tensor, experts: Tensor) -> Tensor:
         """Logarithms of the chosen scores, up to a constant per token."""
         chosen = widen(logits).gather(-1, experts)

@@ -205,7 +205,7 @@ def ordered_bits(values: Tensor) -> Tensor:
 
 
 def ordered_counts(bits: Tensor, prefix: Tensor | None, byte: int, passes: int) -> Tensor:
-    """``radix_counts`` of ``ordered_bits [T, E]`` with ``passes`` bytes, for few tokens on the CPU: in a single block."""
+    """``radix_counts`` of ``ordered_bits [T, E]`` with ``passes`` bytes, for few tokens: in a single block."""
     bits = bits >> 8 * (passes - 1 - byte)
     if prefix is None:
         return count_bins(bits, 256, first=-128).int()

@@ -1,5 +1,6 @@
 """The habits of the house: lint, format and types, and nothing in the tree that belongs to one machine."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,12 +13,25 @@ def test_lint_format_and_types_are_clean():
 
 
 def test_no_arrow_runs_back_up():
-    """Kernels know no balancers, balancers know no experiments; inside the package imports are relative."""
-    above = {"kernels": ("balancers", "experiments"), "balancers": ("experiments",), "experiments": ()}
+    """Kernels know no balancers, balancers no experiments, and nobody the benchmarks; relative imports inside."""
+    above = {
+        "kernels": ("balancers", "experiments", "bench"),
+        "balancers": ("experiments", "bench"),
+        "experiments": ("bench",),
+        "bench": (),
+    }
     for package, forbidden in above.items():
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             assert "from equipoise" not in text, path
             assert "import equipoise" not in text, path
             for name in forbidden:
-                assert f"from ..{name}" not in text, path
+                assert not re.search(rf"from \.+{name}", text), path
+
+
+def test_only_the_fused_kernels_import_triton():
+    """Everything else works without it."""
+    for package in ("kernels", "balancers", "experiments"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.parent.name != "fused":
+                assert not re.search(r"^(import|from) triton", path.read_text(encoding="utf-8"), re.MULTILINE), path

@@ -11,8 +11,9 @@ unsigned arithmetic: keys that were taken wrap to small numbers, the others to l
 over ids.
 
 The fast key sees scores to ``(1 + highest - lowest) * 2**-23``; where the K-th to (K+2)-th biased scores are closer
-than that, it may pick another expert than the comparison in fp32 (``exact=True``). Logits have no bounds, so
-``selection="logit"`` always compares in fp32.
+than that, it may pick another expert than the comparison in fp32 (``exact=True``). Of 65,536 rows of 256 random scores
+one differed with sigmoid scores (in the order of its experts), up to eight with softmax scores, which are smaller
+(docs/log.md). Logits have no bounds, so ``selection="logit"`` always compares in fp32.
 
 Cost on a GPU: bytes ``T*E*itemsize`` read, ``T*(12*K + 4)`` written, ``T*E*2`` more for bf16 margins.
 """

@@ -767,3 +767,62 @@ def test_g12_expert_without_tokens_leaves_everything_finite(row: Row, feed: Feed
         assert metric(routing.load).isfinite()
     assert dead_share(routing.load) == 1 / E
     assert intervention_rate(routing) == 0
+
+
+# the Triton kernels
+
+
+@every_bias
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_triton_kernels_give_the_same_next_bias(
+    row: Row, microbatches: int, feed: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    # margins of logits have the same bits on both paths; those of scores differ in the last place
+    bounded = row.build(E, K).needs_bounded_scores
+    results = []
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv("EQUIPOISE_KERNELS", kernels)
+        balancer = row.build(E, K)
+        for step in range(2):
+            for index in range(microbatches):
+                logits, valid = tokens(40, seed=step), torch.arange(40) % 7 != 3
+                # the last one is padding alone
+                valid &= index < max(1, microbatches - 1)
+                feed(balancer, logits, valid, selection="score" if bounded else "logit")
+            update_balancers([balancer])
+        assert balancer.bias.any()
+        results.append(balancer.bias)
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5 if bounded else 0)
+
+
+@every_gradient
+@pytest.mark.parametrize("masked", [False, True])
+def test_triton_kernels_give_the_same_gradient(row: Row, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    valid = torch.arange(40) % 7 != 3 if masked else None
+    gradients = []
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv("EQUIPOISE_KERNELS", kernels)
+        gradients.append(steered_gradient(row.build(E, K), tokens(40), valid))
+    assert gradients[0].any()
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@every_bias
+def test_triton_kernels_report_and_leave_out_infinite_logits(
+    row: Row, feed: Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like a masked token, but counted in ``uncounted``."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("EQUIPOISE_KERNELS", "triton")
+    broken, masked = row.build(E, K), row.build(E, K)
+    logits = tokens(40)
+    selection = "score" if broken.needs_bounded_scores else "logit"
+    feed(masked, logits, torch.arange(40) != 17, selection=selection)
+    logits[17, 2] = float("nan")
+    assert int(feed(broken, logits, selection=selection).uncounted) == 1
+    for balancer in (broken, masked):
+        update_balancers([balancer])
+    assert torch.equal(broken.bias, masked.bias)
+    assert broken.bias.any()

@@ -50,7 +50,7 @@ def test_step_writes_a_ratio_of_every_preset(tmp_path):
     assert result["none"] == 1.0
     assert all(isinstance(ratio, float) and ratio > 0 for ratio in result.values())
     assert details["steps"].keys() == result.keys()
-    assert {"none_against_none", "rounds", "ranks", "threads", "versions"} <= details.keys()
+    assert {"rounds", "ranks", "threads", "versions"} <= details.keys()
 
 
 def test_every_step_starts_from_the_same_state():
