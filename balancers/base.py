@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..kernels import Routing, Tally
+from ..kernels import Routing, ShareGradient, Tally
 
 # yields a local statistic, receives its sum over all token shards, returns the next bias [E]
 Solve = Generator[Tensor, Tensor, Tensor]
@@ -226,6 +226,7 @@ class GradientBalancer(Balancer):
     hook               when                                by whom                  default
     ================== =================================== ======================== =====================
     ``injection``      in a forward with gradients         the router, ``steer``    None
+    ``share_gradient`` in a forward with gradients         the router, ``steer``    None
     ``penalty``        in a forward with gradients         the router, ``steer``    None
     ``reset``          after the optimizer step            ``update_balancers``     clears accumulators
     ================== =================================== ======================== =====================
@@ -248,6 +249,10 @@ class GradientBalancer(Balancer):
         """Hook: ``[E]``, added to the loss gradient of every valid token's unbiased score."""
         return None
 
+    def share_gradient(self, routing: Routing) -> ShareGradient | None:
+        """Hook: added to the gradient of the mean loss with respect to every valid token's shares."""
+        return None
+
     def penalty(self, routing: Routing) -> Tensor | None:
         """Hook: 0-dim differentiable, acts as if it were added to the microbatch's mean loss."""
         return None
@@ -257,9 +262,13 @@ class GradientBalancer(Balancer):
         self.check_sizes(routing)
         if not (self.training and torch.is_grad_enabled()):
             return routing
-        injection, penalty = self.injection(routing), self.penalty(routing)
+        steering: dict[str, Any] = {
+            "injection": self.injection(routing),
+            "share_gradient": self.share_gradient(routing),
+            "penalty": self.penalty(routing),
+        }
         self.close_forward()
-        return routing.steered(injection=injection, penalty=penalty, scale=self.loss_scale)
+        return routing.steered(**steering, scale=self.loss_scale)
 
 
 def _in_backward() -> bool:

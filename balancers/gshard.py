@@ -1,13 +1,9 @@
 """The auxiliary loss of GShard and Switch, over a microbatch, each sequence, or the global batch."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..kernels import Routing
-from ..kernels.gate import Gate
+from ..kernels import Routing, ShareGradient
 from .base import GradientBalancer
 from .lei import bound_factor
 from .metrics import residual
@@ -64,68 +60,31 @@ class GShard(GradientBalancer):
         bound_factor(torch.zeros(num_experts), bound)
         self.add_accumulator("step_load", num_experts, dtype=torch.int64)
 
-    def penalty(self, routing: Routing) -> Tensor:
-        """The loss of this microbatch, 0-dim."""
+    def share_gradient(self, routing: Routing) -> ShareGradient:
+        """``coefficient`` times the gradient of the loss with respect to the shares."""
         num_sequences = routing.num_sequences if self.scope == "sequence" else 1
         load_NE, tokens_N = _load(routing, num_sequences)
-        # a recomputation neither counts nor communicates: its value is never used, see _Excess
+        # a recomputation neither counts nor communicates: its slope is never used, see GateWeights
         first = self.counts_forward()
         if self.scope == "global" and first:
             self.step_load.add_(routing.load)
             load_NE = sum_over_shards([self.step_load], self.token_shards)[0][None]
         error_NE = residual(load_NE).to(routing.weights.dtype)
-        slope_NE = error_NE if self.bound is None else bound_factor(error_NE, self.bound)[:, None] * error_NE
         shares, saved = routing.gate.shares_and_saved(routing.logits.detach())
-        counted = shares if routing.valid is None else shares * routing.valid[:, None]
-        mean_NE = _run_sums(counted, num_sequences).div_(_column(tokens_N))
-        value = _mean_loss(mean_NE, slope_NE, tokens_N)
         if first:
-            self.last_value = value if self.bound is None else _mean_loss(mean_NE, error_NE, tokens_N)
-        options = routing.valid, tokens_N, self.coefficient, routing.gate
-        return _Penalty.apply(routing.logits, value, slope_NE, shares, saved, *options)
+            counted = shares if routing.valid is None else shares * routing.valid[:, None]
+            mean_NE = _run_sums(counted, num_sequences).div_(_column(tokens_N))
+            self.last_value = _mean_loss(mean_NE, error_NE, tokens_N)
+        slope_NE = error_NE if self.bound is None else bound_factor(error_NE, self.bound)[:, None] * error_NE
+        slope_NE = (self._weights(slope_NE, tokens_N) * slope_NE).div_(_column(tokens_N))
+        return ShareGradient(slope_NE, shares, saved)
 
-
-class _Penalty(torch.autograd.Function):
-    """``coefficient * value``, 0-dim, for ``value = mean_n (1 + sum_e slope[n, e] * P[n, e])`` over the runs of tokens
-    that have one, with ``P`` their mean shares.
-
-    The slope is no saved tensor: activation checkpointing drops those and makes them again, and by then the load of the
-    step so far is another one. A plain attribute stays what it was in the first forward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        value: Tensor,
-        slope_NE: Tensor,
-        shares: Tensor,
-        saved: Tensor | None,
-        valid: Tensor | None,
-        tokens_N: Tensor | int,
-        coefficient: float,
-        gate: Gate,
-    ) -> Tensor:
-        ctx.save_for_backward(logits, shares, saved, valid)
-        ctx.slope, ctx.tokens, ctx.coefficient, ctx.gate = slope_NE, tokens_N, coefficient, gate
-        return coefficient * value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, shares, saved, valid = ctx.saved_tensors
-        num_sequences, tokens = len(ctx.slope), ctx.tokens
-        grad = grad * ctx.coefficient
-        if num_sequences > 1 or not isinstance(tokens, int):
-            grad = _weights(grad, tokens, num_sequences)[:, None]
-        grad_NE = (grad * ctx.slope).div_(_column(tokens))
-        if num_sequences == 1:
-            grad_shares = grad_NE.expand_as(shares)
-        else:
-            grad_shares = grad_NE.repeat_interleave(len(shares) // num_sequences, dim=0)
-        if valid is not None:
-            grad_shares = grad_shares * valid[:, None]
-        return ctx.gate.shares_gradient(logits, shares, saved, grad_shares), *[None] * 8
+    def _weights(self, slope_NE: Tensor, tokens_N: Tensor | int) -> Tensor | float:
+        """The coefficient, shared out among the runs that have a token, ``[N, 1]`` or one number for all."""
+        if isinstance(tokens_N, int):
+            return self.coefficient / len(slope_NE) if len(slope_NE) > 1 else self.coefficient
+        counted = (tokens_N > 0)[:, None]
+        return torch.where(counted, slope_NE.new_tensor(self.coefficient) / counted.sum().clamp(min=1), 0.0)
 
 
 def _load(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor | int]:
@@ -156,11 +115,11 @@ def _column(tokens_N: Tensor | int) -> Tensor | int:
     return max(tokens_N, 1) if isinstance(tokens_N, int) else tokens_N.clamp(min=1)[:, None]
 
 
-def _mean_loss(mean_NE: Tensor, slope_NE: Tensor, tokens_N: Tensor | int) -> Tensor:
-    """``1 + sum_e slope*P``, averaged over the runs that have a token; 0 if none does. Since ``P`` sums to 1, this is
-    ``sum_e f*P`` for the slope ``f - 1``.
+def _mean_loss(mean_NE: Tensor, error_NE: Tensor, tokens_N: Tensor | int) -> Tensor:
+    """``sum_e f*P``, averaged over the runs that have a token; 0 if none does. As ``P`` sums to 1, this is 1 plus
+    the sum of ``(f - 1)*P``.
     """
-    products = mean_NE * slope_NE
+    products = mean_NE * error_NE
     if len(products) == 1 and isinstance(tokens_N, int) and tokens_N:
         return products.sum().add_(1)
     loss_N = 1 + products.sum(-1)
@@ -168,11 +127,3 @@ def _mean_loss(mean_NE: Tensor, slope_NE: Tensor, tokens_N: Tensor | int) -> Ten
         return loss_N.sum() / len(loss_N) if tokens_N else torch.zeros_like(loss_N[0])
     counted = tokens_N > 0
     return torch.where(counted, loss_N, 0.0).sum() / counted.sum().clamp(min=1)
-
-
-def _weights(grad: Tensor, tokens_N: Tensor | int, num_sequences: int) -> Tensor:
-    """What ``_mean_loss`` gives back to the loss of each run, ``[N]``."""
-    if isinstance(tokens_N, int):
-        return (grad / num_sequences if tokens_N else torch.zeros_like(grad)).expand(num_sequences)
-    counted = tokens_N > 0
-    return torch.where(counted, grad / counted.sum().clamp(min=1), 0.0)

@@ -1,12 +1,12 @@
 """What a balancer adds to a training step: every preset against ``none``, interleaved in one process.
 
 All models start from the same weights, see the same batch and keep weights (learning rate 0) and a zero bias, so that
-routing, and with it the work of the experts, is the same: what differs is the balancer. One process is one rank of the
-default run, without the others. A step of a preset is taken together with one of ``none``, piece by piece: each of its
-microbatches, then its end. So what disturbs the machine for longer than a few milliseconds disturbs both alike, and
-code that only this preset runs is about as warm as in a run, where one microbatch follows the other. With one thread
-the clock is processor time, which other processes on the machine disturb less; it is the time of the step on an idle
-machine.
+routing, and with it the work of the experts, is the same: what differs is the balancer. One process takes all
+microbatches of a step (``--ranks 2``: half of them, as one of two ranks). A step of a preset is taken together with
+one of ``none``, piece by piece: each of its microbatches, then its end. So what disturbs the machine for longer than
+a few milliseconds disturbs both alike, and code that only this preset runs is about as warm as in a run, where one
+microbatch follows the other. With one thread the clock is processor time, which other processes on the machine
+disturb less; it is the time of the step on an idle machine.
 """
 
 import argparse
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """``scripts/bench step``."""
     parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--ranks", type=int, default=2, help="ranks that share the microbatches of a step")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks that share the microbatches of a step")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch, one as in a rank of the default run")
     parser.add_argument("--presets", nargs="*", default=presets()[1:])
     parser.add_argument("--out", type=Path, default=FOLDER / "step.json")

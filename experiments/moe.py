@@ -117,7 +117,7 @@ class Router(nn.Module):
 
 
 def check_routers(routers: Sequence[Router]) -> None:
-    """Refuse broken routing, once a step, in one synchronisation: the Triton kernel counts what the reference raises for.
+    """Refuse broken routing, once a step in one synchronisation: the Triton kernel counts what the reference refuses.
 
     Raises:
         ValueError: the first router with NaN or infinite logits since the last look, and in how many tokens.

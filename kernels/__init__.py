@@ -1,6 +1,6 @@
 """Routing, tallies and radix selection: the operations that all balancers share."""
 
-from .gate import Gate
+from .gate import Gate, ShareGradient
 from .radix import from_key, radix_counts, select_rank, target_rank, to_key
 from .routing import Routing, route
 from .tally import MarginTally, RadixTally, Tally, UniformTally
@@ -10,6 +10,7 @@ __all__ = [
     "MarginTally",
     "RadixTally",
     "Routing",
+    "ShareGradient",
     "Tally",
     "UniformTally",
     "from_key",

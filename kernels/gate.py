@@ -17,6 +17,21 @@ from .backend import use_triton
 from .library import define_op
 
 
+@dataclass(frozen=True, eq=False)
+class ShareGradient:
+    """A gradient with respect to shares, and what takes it on to the logits.
+
+    Args:
+        slope: ``[N, E]``, the gradient of the shares of every valid token of each of ``N`` runs of tokens.
+        shares: ``[T, E]`` from ``Gate.shares_and_saved``, without a graph.
+        saved: from there too.
+    """
+
+    slope: Tensor
+    shares: Tensor
+    saved: Tensor | None
+
+
 @dataclass(frozen=True)
 class Gate:
     """How gate weights follow from logits.
@@ -132,7 +147,11 @@ class GateWeights(torch.autograd.Function):
     """Identity on the weights; its backward is the gradient of the gate plus what a balancer steers.
 
     ``penalty`` (0-dim) receives the gradient 1, as if it had been added to the loss; ``injection [E]`` is added to
-    the score gradient of every valid token.
+    the score gradient of every valid token; ``slope [N, E]`` is added to the gradient of the ``shares [T, E]`` of every
+    valid token, with one row for each of ``N`` runs of tokens.
+
+    The slope is no saved tensor: activation checkpointing drops those and makes them again, and by then a load of the
+    step so far is another one. A plain attribute stays what it was in the first forward.
     """
 
     @staticmethod
@@ -145,22 +164,38 @@ class GateWeights(torch.autograd.Function):
         injection: Tensor | None,
         valid: Tensor | None,
         gate: Gate,
+        slope: Tensor | None = None,
+        shares: Tensor | None = None,
+        saved: Tensor | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(logits, experts, injection, valid)
+        ctx.save_for_backward(logits, experts, injection, valid, shares, saved)
         ctx.gate = gate
+        ctx.slope = slope
         ctx.grad_penalty = None if penalty is None else torch.ones_like(penalty)
         return weights.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
-        logits, experts, injection, valid = ctx.saved_tensors
+        logits, experts, injection, valid, shares, saved = ctx.saved_tensors
         grad_logits = None
         if ctx.needs_input_grad[0]:
             gate = ctx.gate
             run = _route_backward if torch.compiler.is_compiling() else _run_backward
             grad_logits = run(logits, experts, grad_weights, injection, valid, gate.score, gate.normalise, gate.scale)
-        return grad_logits, ctx.grad_penalty, None, None, None, None, None
+            if ctx.slope is not None:
+                grad_shares = _per_token(ctx.slope, len(logits))
+                if valid is not None:
+                    grad_shares = grad_shares * valid[:, None]
+                grad_logits += gate.shares_gradient(logits, shares, saved, grad_shares)
+        return grad_logits, ctx.grad_penalty, *[None] * 8
+
+
+def _per_token(rows_NE: Tensor, num_tokens: int) -> Tensor:
+    """The row of its run for every token, ``[T, E]``."""
+    if len(rows_NE) == 1:
+        return rows_NE.expand(num_tokens, -1)
+    return rows_NE.repeat_interleave(num_tokens // len(rows_NE), dim=0)
 
 
 def _run_backward(

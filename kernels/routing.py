@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .backend import use_triton
-from .gate import Gate, GateWeights, widen
+from .gate import Gate, GateWeights, ShareGradient, widen
 from .library import define_op
 from .radix import BLOCK_TOKENS
 from .tally import FixedRows, MarginTally, RadixTally, Tally, UniformTally
@@ -38,7 +38,7 @@ class Routing:
         gate: how scores and weights follow from the logits.
         num_sequences: the tokens are this many sequences of equal length, one after the other.
         tally: the tally that this pass has filled, if any.
-        injection, penalty: what gradient balancers have steered so far, see ``steered``.
+        injection, share_gradient, penalty: what gradient balancers have steered so far, see ``steered``.
         uncounted: 0-dim int32, tokens that the Triton kernel could not count: NaN or infinite logits, or no room
             for their margins. Read it once per step. The reference raises instead.
     """
@@ -54,6 +54,7 @@ class Routing:
     num_sequences: int = 1
     tally: Tally | None = field(default=None, repr=False)
     injection: Tensor | None = field(default=None, repr=False)
+    share_gradient: ShareGradient | None = field(default=None, repr=False)
     penalty: Tensor | None = field(default=None, repr=False)
     uncounted: Tensor | int = field(default=0, repr=False)
 
@@ -96,18 +97,28 @@ class Routing:
 
     def detach(self) -> "Routing":
         """The same numbers without the graph, to look at after the step."""
-        return replace(self, weights=self.weights.detach(), logits=self.logits.detach(), penalty=None)
+        weights, logits = self.weights.detach(), self.logits.detach()
+        return replace(self, weights=weights, logits=logits, share_gradient=None, penalty=None)
 
     def steered(
-        self, *, injection: Tensor | None = None, penalty: Tensor | None = None, scale: float | Tensor = 1.0
+        self,
+        *,
+        injection: Tensor | None = None,
+        share_gradient: ShareGradient | None = None,
+        penalty: Tensor | None = None,
+        scale: float | Tensor = 1.0,
     ) -> "Routing":
         """The same routing whose backward also carries a balancer's gradient; what was steered before is kept.
 
         Args:
             injection: ``[E]``, added to the loss gradient of every valid token's unbiased score.
+            share_gradient: added to the loss gradient of every valid token's shares.
             penalty: 0-dim, acts as if it were added to the loss.
             scale: the factor by which the mean loss of this microbatch enters the scalar that ``backward()`` is
                 called on.
+
+        Raises:
+            ValueError: an injection of another size.
         """
         if injection is not None:
             if tuple(injection.shape) != (self.num_experts,):
@@ -117,16 +128,25 @@ class Routing:
                 injection = injection + self.injection
         else:
             injection = self.injection
+        if share_gradient is not None:
+            slope = share_gradient.slope * scale
+            if self.share_gradient is not None:
+                # one row for all tokens is one for each run of tokens
+                slope = slope + self.share_gradient.slope
+            share_gradient = replace(share_gradient, slope=slope)
+        else:
+            share_gradient = self.share_gradient
         if penalty is not None:
             penalty = penalty * scale
             if self.penalty is not None:
                 penalty = penalty + self.penalty
         else:
             penalty = self.penalty
-        weights = GateWeights.apply(
-            self.logits, penalty, self.weights.detach(), self.experts, injection, self.valid, self.gate
-        )
-        return replace(self, weights=weights, injection=injection, penalty=penalty)
+        args = [self.logits, penalty, self.weights.detach(), self.experts, injection, self.valid, self.gate]
+        if share_gradient is not None:
+            args += [share_gradient.slope, share_gradient.shares, share_gradient.saved]
+        weights = GateWeights.apply(*args)
+        return replace(self, weights=weights, injection=injection, share_gradient=share_gradient, penalty=penalty)
 
 
 def route(
@@ -160,13 +180,15 @@ def route(
         normalise: gate weights of a token sum to ``scale``.
         scale: factor on the gate weights.
         num_sequences: the tokens are this many sequences of equal length, one after the other.
-        exact: compare biased scores in fp32 on a GPU too. Without it the Triton kernel compares scores in fixed point, to
-            ``(1 + max(b) - min(b)) * 2**-23`` (``2**-22`` for more than 512 experts): it may pick another expert where two
-            biased scores at the cut are closer than that. The reference and ``selection="logit"`` are always exact.
+        exact: compare biased scores in fp32 on a GPU too. Without it the Triton kernel compares scores in fixed
+            point, to
+            ``(1 + max(b) - min(b)) * 2**-23`` (``2**-22`` for more than 512 experts): it may pick another expert
+            where two biased scores at the cut are closer than that. The reference and ``selection="logit"`` are
+            always exact.
 
     Raises:
-        ValueError: wrong shapes, ``top_k`` outside ``[1, E)``, an unknown option. On the CPU also logits or a bias that are
-            NaN or infinite; nothing has been counted then. The Triton kernel cannot raise without a
+        ValueError: wrong shapes, ``top_k`` outside ``[1, E)``, an unknown option. On the CPU also logits or a bias
+            that are NaN or infinite; nothing has been counted then. The Triton kernel cannot raise without a
             synchronisation: such a token gets the experts 0 to K-1 with weights and cutoff NaN, is left out of every
             counter, and is counted in ``Routing.uncounted``.
 
@@ -255,7 +277,7 @@ def _run(
     scale: float,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Experts ``[T, K]``, weights ``[T, K]``, cutoff ``[T]`` and counters ``[E+1]``: the load, then uncounted tokens."""
+    """Experts ``[T, K]``, weights ``[T, K]``, cutoff ``[T]``, counters ``[E+1]``: the load, then uncounted tokens."""
     if use_triton(logits, _unsupported(logits, top_k)):
         from .fused.route import route as launch
 
@@ -311,9 +333,9 @@ def _shape(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 _route = define_op(
-    "route(Tensor logits, Tensor? bias, Tensor? valid, Tensor(a!)? counts, Tensor(b!)? clamped, Tensor? lower, Tensor? upper, "
-    "Tensor(c!)? kept, Tensor(d!)? filled, int top_k, str selection, str gate, bool normalise, float scale, bool exact) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "route(Tensor logits, Tensor? bias, Tensor? valid, Tensor(a!)? counts, Tensor(b!)? clamped, Tensor? lower, "
+    "Tensor? upper, Tensor(c!)? kept, Tensor(d!)? filled, int top_k, str selection, str gate, bool normalise, "
+    "float scale, bool exact) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_checked,
     _shape,
 )

@@ -1,7 +1,7 @@
 """Tallies: what the routing pass does with the margins while they are still in the cache (on a GPU: in registers).
 
-``T`` tokens, ``E`` experts, ``B`` bins. A counting tally is an int32 buffer ``[E, B]`` and the rule that maps a margin to
-its bin. Counts are int32 while they accumulate; whoever sums them over token shards widens them.
+``T`` tokens, ``E`` experts, ``B`` bins. A counting tally is an int32 buffer ``[E, B]`` and the rule that maps a
+margin to its bin. Counts are int32 while they accumulate; whoever sums them over token shards widens them.
 """
 
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class MarginRows(Protocol):
     """Where a routing pass leaves its margins for later passes."""
 
     def room(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """A buffer ``[capacity, E]`` bf16 or fp32 with room for ``num_tokens`` more rows, and ``[1]`` int64: rows in use."""
+        """A buffer ``[capacity, E]`` with room for ``num_tokens`` more rows, and ``[1]`` int64: rows in use."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -167,7 +167,6 @@ def test_gshard_value_and_gradient(scope: str, num_sequences: int, bound: str | 
     pieces = num_sequences if scope == "sequence" else 1
     loss = 0.3 * reference_loss(scores, routing.experts, valid, pieces, bound)
     loss.backward()
-    torch.testing.assert_close(routing.penalty, loss.detach(), **TIGHT, check_dtype=False)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-16)
     value = reference_loss(scores, routing.experts, valid, pieces, None)
     torch.testing.assert_close(balancer.last_value, value.detach(), **TIGHT)

@@ -154,7 +154,7 @@ def test_s2_activation_checkpointing_counts_once():
         leaf = x.clone().requires_grad_()
         out = moe(leaf) if reentrant is None else checkpoint(moe, leaf, use_reentrant=reentrant)
         out.square().sum().backward()
-        assert moe.router.bias.counts.sum() == 40 * NUM_EXPERTS
+        assert int(moe.router.bias.store.filled) == 40
         update_balancers(moe)
         results.append((moe.router.bias.bias.clone(), moe.router.weight.grad))
     for bias, gradient in results[1:]:
@@ -175,4 +175,4 @@ def test_balancers_copy_with_the_module():
     update_balancers(twin)
     assert twin.bias.bias.abs().sum() > 0
     assert router.bias.bias.abs().sum() == 0
-    assert router.bias.counts.sum() > 0
+    assert int(router.bias.store.filled) > 0
