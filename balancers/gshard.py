@@ -76,15 +76,15 @@ class GShard(GradientBalancer):
             mean_NE = _run_sums(counted, num_sequences).div_(_column(tokens_N))
             self.last_value = _mean_loss(mean_NE, error_NE, tokens_N)
         slope_NE = error_NE if self.bound is None else bound_factor(error_NE, self.bound)[:, None] * error_NE
-        slope_NE = (self._weights(slope_NE, tokens_N) * slope_NE).div_(_column(tokens_N))
-        return ShareGradient(slope_NE, shares, saved)
+        return ShareGradient(slope_NE * self._weight(slope_NE, tokens_N), shares, saved)
 
-    def _weights(self, slope_NE: Tensor, tokens_N: Tensor | int) -> Tensor | float:
-        """The coefficient, shared out among the runs that have a token, ``[N, 1]`` or one number for all."""
+    def _weight(self, slope_NE: Tensor, tokens_N: Tensor | int) -> Tensor | float:
+        """What one token of a run weighs, ``[N, 1]`` or one number for all: the mean is over runs that have a token."""
         if isinstance(tokens_N, int):
-            return self.coefficient / len(slope_NE) if len(slope_NE) > 1 else self.coefficient
+            return self.coefficient / (len(slope_NE) * max(tokens_N, 1))
         counted = (tokens_N > 0)[:, None]
-        return torch.where(counted, slope_NE.new_tensor(self.coefficient) / counted.sum().clamp(min=1), 0.0)
+        weight = slope_NE.new_tensor(self.coefficient) / (counted.sum().clamp(min=1) * _column(tokens_N))
+        return torch.where(counted, weight, 0.0)
 
 
 def _load(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor | int]:

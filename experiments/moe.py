@@ -109,7 +109,8 @@ class Router(nn.Module):
         if self.bias is not None:
             self.bias.observe(routing)
         if self.gradient is not None:
-            self.gradient.loss_scale = self.loss_scale
+            if self.gradient.loss_scale is not self.loss_scale:
+                self.gradient.loss_scale = self.loss_scale
             routing = self.gradient.steer(routing)
         if self.z_loss and self.training and torch.is_grad_enabled():
             routing = routing.steered(penalty=self.z_loss * z_loss(routing), scale=self.loss_scale)
