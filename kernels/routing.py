@@ -180,9 +180,8 @@ def route(
         normalise: gate weights of a token sum to ``scale``.
         scale: factor on the gate weights.
         num_sequences: the tokens are this many sequences of equal length, one after the other.
-        exact: compare biased scores in fp32 on a GPU too. Without it the Triton kernel compares scores in fixed
-            point, to
-            ``(1 + max(b) - min(b)) * 2**-23`` (``2**-22`` for more than 512 experts): it may pick another expert
+        exact: compare biased scores in fp32 on a GPU too. Without it the Triton kernel compares scores in fixed point,
+            to ``(1 + max(b) - min(b)) * 2**-23`` (``2**-22`` for more than 512 experts): it may pick another expert
             where two biased scores at the cut are closer than that. The reference and ``selection="logit"`` are
             always exact.
 

@@ -774,9 +774,8 @@ def test_g12_expert_without_tokens_leaves_everything_finite(row: Row, feed: Feed
 @every_bias
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_triton_kernels_give_the_same_next_bias(
-    row: Row, microbatches: int, feed: Feed, monkeypatch: pytest.MonkeyPatch
+    row: Row, microbatches: int, feed: Feed, monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
-    pytest.importorskip("triton")
     # margins of logits have the same bits on both paths; those of scores differ in the last place
     bounded = row.build(E, K).needs_bounded_scores
     results = []
@@ -797,8 +796,9 @@ def test_triton_kernels_give_the_same_next_bias(
 
 @every_gradient
 @pytest.mark.parametrize("masked", [False, True])
-def test_triton_kernels_give_the_same_gradient(row: Row, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+def test_triton_kernels_give_the_same_gradient(
+    row: Row, masked: bool, monkeypatch: pytest.MonkeyPatch, interpreter: None
+) -> None:
     valid = torch.arange(40) % 7 != 3 if masked else None
     gradients = []
     for kernels in ("torch", "triton"):
@@ -810,10 +810,9 @@ def test_triton_kernels_give_the_same_gradient(row: Row, masked: bool, monkeypat
 
 @every_bias
 def test_triton_kernels_report_and_leave_out_infinite_logits(
-    row: Row, feed: Feed, monkeypatch: pytest.MonkeyPatch
+    row: Row, feed: Feed, monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
     """Like a masked token, but counted in ``uncounted``."""
-    pytest.importorskip("triton")
     monkeypatch.setenv("EQUIPOISE_KERNELS", "triton")
     broken, masked = row.build(E, K), row.build(E, K)
     logits = tokens(40)

@@ -34,9 +34,11 @@ def make_router(bias: Any, gradient: Any) -> Router:
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("name", BALANCERS)
-def test_a_compiled_router_is_the_router(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_router_is_the_router(
+    name: str, kernels: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     if kernels == "triton":
-        pytest.importorskip("triton")
+        request.getfixturevalue("interpreter")
     monkeypatch.setenv(backend.VARIABLE, kernels)
     torch._dynamo.reset()
     eager, router = make_router(*BALANCERS[name]), make_router(*BALANCERS[name])
@@ -79,8 +81,7 @@ def test_the_reference_refuses_infinite_logits_in_compiled_code_too(compiled: bo
         run(x)
 
 
-def test_the_kernel_reports_infinite_logits_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+def test_the_kernel_reports_infinite_logits_once_a_step(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
     monkeypatch.setenv(backend.VARIABLE, "triton")
     routers = [make_router(ExactQB, None), make_router(None, None)]
     routers[1].name = "layer 1"

@@ -288,9 +288,10 @@ def train_and_watch(folder, alone_monkeypatch, kernels, *overrides):
     ("balancer", "selection"),
     [("eqb_lei", "score"), ("histogram_qb", "score"), ("rank_averaged_qb", "logit"), ("eqb_gshard", "logit")],
 )
-def test_the_triton_kernels_train_to_the_same_experts_and_biases(tmp_path, alone, monkeypatch, balancer, selection):
+def test_the_triton_kernels_train_to_the_same_experts_and_biases(
+    tmp_path, alone, monkeypatch, interpreter, balancer, selection
+):
     """In the interpreter, whose exponentials differ from torch's in the last place; near ties are named if any."""
-    pytest.importorskip("triton")
     overrides = [f"balancer={balancer}", f"model.selection={selection}"]
     expected, expected_biases = train_and_watch(tmp_path / "torch", monkeypatch, "torch", *overrides)
     actual, biases = train_and_watch(tmp_path / "triton", monkeypatch, "triton", *overrides)
