@@ -76,7 +76,7 @@ def _count_highest_kernel(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    offs_e = (tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E))[None, :]
+    offs_e = (tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E))[None, :]
     mask_e = offs_e < E
     end = tl.minimum(tl.load(limit_ptr), num_rows) if limit_ptr is not None else num_rows
     zeros = tl.zeros([BLOCK_R, BLOCK_E], tl.uint32)
@@ -84,7 +84,7 @@ def _count_highest_kernel(
     for word in range(WORDS):
         both = zeros
         negative = zeros
-        first = (tl.program_id(1) * WORDS + word).to(tl.int64) * (ROWS * BLOCK_R)
+        first = (tl.program_id(0) * WORDS + word).to(tl.int64) * (ROWS * BLOCK_R)
         num_tiles = tl.minimum(tl.cdiv(tl.maximum(end - first, 0), BLOCK_R), ROWS)
         for tile in range(num_tiles):
             rows = (first + tile * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
@@ -104,7 +104,7 @@ def _count_highest_kernel(
         positive_odd += (positive >> 4) & 0x0F0F0F0F
         negative_even += negative & 0x0F0F0F0F
         negative_odd += (negative >> 4) & 0x0F0F0F0F
-    address = counts_ptr + (tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)) * stride_expert
+    address = counts_ptr + (tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)) * stride_expert
     for field in tl.static_range(8):
         positive = positive_odd if field % 2 else positive_even
         negative = negative_odd if field % 2 else negative_even
@@ -184,7 +184,8 @@ def count_highest(values: Tensor, counts: Tensor, num_rows: int, limit: Tensor |
     rows_per_program = block_rows * ROWS_PER_WORD * WORDS_PER_PROGRAM
     launch(
         _count_highest_kernel,
-        (triton.cdiv(num_experts, block_experts), triton.cdiv(num_rows, rows_per_program)),
+        # of the second dimension there may be 65,535 only
+        (triton.cdiv(num_rows, rows_per_program), triton.cdiv(num_experts, block_experts)),
         values,
         _as_bits(values),
         limit,
