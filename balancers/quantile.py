@@ -103,7 +103,7 @@ def radix_quantile(margins: Tensor, top_k: int, order: str = "q", num_rows: Tens
 def local_quantile(store: MarginStore, top_k: int) -> Tensor:
     """The ``K/E`` quantile of what this process alone has stored, ``[E]`` fp32; NaN where it has no token."""
     buffer = store.buffer
-    if not torch.compiler.is_compiling() and not use_triton(buffer):
+    if buffer.device.type == "cpu" and not torch.compiler.is_compiling() and not use_triton(buffer):
         margins = store.margins
         if 0 < margins.numel() <= FEW_MARGINS:
             rank = -(-len(margins) * top_k // buffer.shape[1])

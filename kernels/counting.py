@@ -49,7 +49,7 @@ def uniform_counts(margins: Tensor, lower: Tensor, upper: Tensor, num_bins: int)
 
 
 def add_uniform_counts(counts: Tensor, outside: Tensor, margins: Tensor, lower: Tensor, upper: Tensor) -> None:
-    """``uniform_counts`` added to ``counts [E, B]`` and ``outside [E]``, both int32 and contiguous."""
+    """``uniform_counts`` added to ``counts [E, B]`` and ``outside [E]``, both int32."""
     num_bins = counts.shape[1]
     scale = (upper - lower).reciprocal_().mul_(num_bins)
     # below it, no rounding of the scale and of a product can hide a margin that is outside
@@ -70,7 +70,7 @@ def add_uniform_counts(counts: Tensor, outside: Tensor, margins: Tensor, lower: 
 
     if not margins.numel():
         return
-    if margins.numel() > counts.numel():
+    if margins.numel() > counts.numel() or not counts.is_contiguous():
         counts += count_blocks(margins, num_bins, count)
         return
     # fewer margins than counters: most of these are not touched

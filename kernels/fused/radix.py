@@ -1,10 +1,10 @@
 """Radix counting of float keys and the selection of a bin. ``R`` rows, ``E`` experts, ``W`` bits of a key (16 or 32).
 
 **Highest byte.** It holds the sign and seven bits of the exponent, so the margins of an expert fall into a dozen of
-the 256
-bins: atomics would queue at a few addresses. So the 16 bins of magnitudes from 2**-13 to 8 are counted in registers:
-eight fields of four bits in a word for each sign, 15 rows to a word, then widened to eight bits; only the rest goes to
-memory as it comes. The bytes are counted as they lie in memory and put into key order when a program writes its counts.
+the 256 bins: atomics would queue at a few addresses. So the 16 bins of magnitudes from 2**-13 to 8 are counted in
+registers: eight fields of four bits in a word for each sign, 15 rows to a word, then widened to eight bits; only the
+rest goes to memory as it comes. The bytes are counted as they lie in memory and put into key order when a program
+writes its counts.
 
 **Lower bytes.** Only keys under the prefix count, spread over 256 bins: one atomic each.
 

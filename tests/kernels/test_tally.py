@@ -137,3 +137,13 @@ def test_clamped_tokens_of_the_mask_do_not_count(selection: str) -> None:
     margins = routing.valid_margins
     assert tally.clamped.tolist() == ((margins < 0) | (margins > torch.tensor(0.1))).sum(0).tolist()
     assert tally.clamped.sum() > 0
+
+
+def test_counts_may_lie_bin_by_bin() -> None:
+    margins = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    expected = uniform(7, 100)
+    expected.add(margins)
+    counts = torch.zeros(100, 7, dtype=torch.int32).t()
+    UniformTally(counts, torch.zeros(7, dtype=torch.int32), expected.lower, expected.upper).add(margins)
+    assert torch.equal(counts, expected.counts)
+    assert counts.sum() == 35
