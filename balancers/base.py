@@ -119,7 +119,8 @@ class BiasBalancer(Balancer):
     =============== =========================================== ======================== ===================
 
     A forward counts when the module is in training mode, gradients are enabled, it is not frozen, and it is not the
-    recomputation of one that has been counted (activation checkpointing, one level of it). ``solve`` is a coroutine:
+    recomputation of one that has been counted (activation checkpointing, one level of it). A compiled forward inside an
+    eager checkpoint is not known as a recomputation. ``solve`` is a coroutine:
     it yields a local statistic and receives the sum over all token shards; whoever drives it decides what that means.
     Where no token was counted it returns NaN and the bias stays.
 
