@@ -8,7 +8,7 @@ from .lei import LEI
 from .metrics import max_violation
 from .rank_averaged_qb import RankAveragedQB
 from .signed_count import SignedCount
-from .update import reset_balancers, simulate_ranks, update_balancers
+from .update import check_replicas, reset_balancers, simulate_ranks, update_balancers
 
 __all__ = [
     "LEI",
@@ -19,6 +19,7 @@ __all__ = [
     "HistogramQB",
     "RankAveragedQB",
     "SignedCount",
+    "check_replicas",
     "max_violation",
     "reset_balancers",
     "simulate_ranks",

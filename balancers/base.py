@@ -3,6 +3,7 @@
 ``T`` tokens, ``E`` experts, ``K`` experts a token.
 """
 
+import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -44,7 +45,11 @@ class FixedDtype(nn.Module):
 
 
 class Balancer(FixedDtype):
-    """What both kinds share: the sizes, and accumulators over one optimizer step."""
+    """What both kinds share: the sizes, and accumulators over one optimizer step.
+
+    Attributes:
+        accumulators: names of the attributes that ``add_accumulator`` has made.
+    """
 
     def __init__(self, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -55,37 +60,69 @@ class Balancer(FixedDtype):
             )
         self.num_experts = num_experts
         self.top_k = top_k
-        self._accumulators: list[str] = []
-        self._counted_forwards = 0
+        self.accumulators: list[str] = []
+        self._counted = False
+        self._awaited = 0
+        self._open_task = -1
+        self._warned = False
 
     def add_accumulator(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> None:
         """A zeroed tensor attribute (see ``add_scratch``) that ``reset`` clears in place."""
         self.add_scratch(name, torch.zeros(shape, dtype=dtype))
-        self._accumulators.append(name)
+        self.accumulators.append(name)
 
     def reset(self) -> None:
         """Drop what was observed since the last update; all addresses stay."""
-        for name in self._accumulators:
+        for name in self.accumulators:
             getattr(self, name).zero_()
-        self._counted_forwards = 0
+        self._counted = False
+        self._awaited = 0
+        self._open_task = -1
 
     def counts_forward(self) -> bool:
         """Whether the forward at hand counts: training, with gradients, and not the recomputation of one that counted.
 
         A forward inside a backward pass is a recomputation (activation checkpointing). The non-reentrant kind has
-        counted in its first forward; the re-entrant kind ran that one without gradients and counts now.
+        counted in its first forward; the re-entrant kind ran that one without gradients, and counts in its first
+        recomputation with gradients. However they are nested, and however often ``backward`` runs, each counts once.
+        The limit: a layer must not run both under re-entrant checkpointing and without it in one step, else what is
+        under it is not counted; and a second ``backward`` through re-entrant checkpointing must follow the first before
+        that of another microbatch.
         """
-        recomputed = _in_backward() and self._counted_forwards > 0
-        return self.training and torch.is_grad_enabled() and not recomputed
+        if not (self.training and torch.is_grad_enabled()):
+            return False
+        if not _in_backward():
+            return True
+        # a backward inside one in which a forward counted: non-reentrant inside re-entrant checkpointing
+        nested = self._open_task not in (-1, _backward_id())
+        return self._awaited > 0 and not self._counted and not nested
 
     def close_forward(self) -> None:
         """Note that the forward at hand is over, so that its recomputation is known when it comes."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.training:
             return
-        if not _in_backward():
-            self._counted_forwards += self.training and torch.is_grad_enabled()
-        elif self._counted_forwards > 0:
-            self._counted_forwards -= 1
+        if _in_backward():
+            if self.counts_forward():
+                self._awaited -= 1
+                self._open_task = _backward_id()
+                torch.autograd.Variable._execution_engine.queue_callback(self._close_task)
+        elif torch.is_grad_enabled():
+            self._counted = True
+        else:
+            self._awaited += 1
+
+    def _close_task(self) -> None:
+        self._open_task = -1
+
+    def warn_forced(self) -> None:
+        """Say once that a routing was forced, so that nothing is to be learnt from it."""
+        if not (self._warned or torch.compiler.is_compiling()):
+            self._warned = True
+            warnings.warn(
+                f"{type(self).__name__} is frozen while routing is forced or replayed: such a forward is neither "
+                "observed nor steered",
+                stacklevel=3,
+            )
 
     def check_sizes(self, routing: Routing) -> None:
         """Refuse a routing of other sizes.
@@ -118,11 +155,11 @@ class BiasBalancer(Balancer):
     ``diagnostics`` after the update                            the trainer              nothing
     =============== =========================================== ======================== ===================
 
-    A forward counts when the module is in training mode, gradients are enabled, it is not frozen, and it is not the
-    recomputation of one that has been counted (activation checkpointing, one level of it). A compiled forward inside an
-    eager checkpoint is not known as a recomputation. ``solve`` is a coroutine:
-    it yields a local statistic and receives the sum over all token shards; whoever drives it decides what that means.
-    Where no token was counted it returns NaN and the bias stays.
+    A forward counts when the module is in training mode, gradients are enabled, it is not frozen, its routing is not
+    forced (see ``kernels.replay``), and it is not the recomputation of one that has been counted (activation
+    checkpointing, see ``counts_forward``). A compiled forward inside an eager checkpoint is not known as a
+    recomputation. ``solve`` is a coroutine: it yields a local statistic and receives the sum over all token shards;
+    whoever drives it decides what that means. Where no token was counted it returns NaN and the bias stays.
 
     Args:
         num_experts: ``E``.
@@ -133,6 +170,10 @@ class BiasBalancer(Balancer):
 
     Attributes:
         bias: ``[E]`` fp32, added for selection only (``s + b``); the only saved state.
+        needs_bounded_scores: of the class; whether margins must come from scores in [0, 1].
+        needs_dropless: of the class; whether the load that it balances must be what the experts serve. A quantile of
+            margins balances the load that is chosen; an expert that drops what is beyond its capacity serves another
+            one, and the tokens that it drops still stand in the quantile.
 
     Raises:
         ValueError: ``top_k`` outside ``[1, num_experts)``, ``ema`` outside ``[0, 1)``, a switch that is no bool.
@@ -140,6 +181,7 @@ class BiasBalancer(Balancer):
 
     bias: Tensor
     needs_bounded_scores = False
+    needs_dropless = False
 
     def __init__(
         self, num_experts: int, top_k: int, *, ema: float = 0.0, centre: bool = True, frozen: bool = False
@@ -180,7 +222,11 @@ class BiasBalancer(Balancer):
         return None if self.frozen or not self.counts_forward() else self.open_tally()
 
     def observe(self, routing: Routing) -> None:
-        """Take in the routing of one microbatch, if this forward counts."""
+        """Take in the routing of one microbatch, if this forward counts; of a forced routing nothing, with a warning.
+
+        Raises:
+            ValueError: a routing of other sizes, or of unbounded scores where bounded ones are needed.
+        """
         if self.needs_bounded_scores and routing.selection != "score":
             raise ValueError(
                 f"{type(self).__name__} bins margins of bounded scores; "
@@ -190,7 +236,10 @@ class BiasBalancer(Balancer):
         if self.frozen:
             return
         if self.counts_forward():
-            self.accumulate(routing)
+            if routing.forced:
+                self.warn_forced()
+            else:
+                self.accumulate(routing)
         self.close_forward()
 
     def adopt(self, solution: Tensor) -> None:
@@ -232,11 +281,24 @@ class GradientBalancer(Balancer):
     ``reset``          after the optimizer step            ``update_balancers``     clears accumulators
     ================== =================================== ======================== =====================
 
+    **The scale of the gradient.** Let ``n`` be the valid tokens of a microbatch and ``m`` those that this rank holds of
+    it, ``m = n`` unless ``microbatch_shards`` share it out. What a token's balancing gradient would be with the whole
+    microbatch on one rank (a mean over ``n``), it gets times ``n / m * loss_scale``, as its language-model loss does
+    where that is a mean over ``m``. The gradient of a step, averaged over ranks as data parallelism does, then does not
+    depend on how its microbatches are spread over ranks and accumulation, nor one microbatch over shards, under
+
+    - mean losses: ``loss_scale = 1 / (microbatches of a rank)``, every rank holds as many valid tokens;
+    - token-normalised losses: ``loss_scale = m * (number of ranks) / (valid tokens of the step on all ranks)``, any
+      numbers of valid tokens; set for every microbatch.
+
     Attributes:
-        loss_scale: the factor by which the mean loss over this microbatch's valid tokens enters the scalar that
-            ``backward()`` is called on: 1 / (number of microbatches) under gradient accumulation, times a gradient
-            scaler's scale. Set it before the forward; what a balancer adds then scales as the language-model loss does.
+        loss_scale: the factor by which the mean loss over this rank's valid tokens of the microbatch enters the scalar
+            that ``backward()`` is called on, times a gradient scaler's scale. Set it before the forward; what a
+            balancer adds then scales as the language-model loss does.
         token_shards: process group of the ranks that hold different tokens; None is the default group.
+        microbatch_shards: process group of the ranks that share out the tokens of one microbatch (context parallel,
+            tensor parallel with sequence parallelism); None: this rank holds all of it. Its ranks run the same
+            training forwards, and their load is summed in each.
         last_value: coefficient-free value of the last microbatch for the log, or None.
     """
 
@@ -244,7 +306,9 @@ class GradientBalancer(Balancer):
         super().__init__(num_experts, top_k)
         self.loss_scale: float | Tensor = 1.0
         self.token_shards: dist.ProcessGroup | None = None
+        self.microbatch_shards: dist.ProcessGroup | None = None
         self.last_value: Tensor | None = None
+        self.pooled_load: Tensor | None = None
 
     def injection(self, routing: Routing) -> Tensor | None:
         """Hook: ``[E]``, added to the loss gradient of every valid token's unbiased score."""
@@ -259,16 +323,28 @@ class GradientBalancer(Balancer):
         return None
 
     def steer(self, routing: Routing) -> Routing:
-        """The same routing with this balancer's gradient attached; as it is in eval mode and without gradients."""
+        """The same routing with this balancer's gradient attached; as it is in eval mode and without gradients, and if
+        it is forced, then with a warning.
+
+        Raises:
+            ValueError: a routing of other sizes.
+        """
         self.check_sizes(routing)
-        if not (self.training and torch.is_grad_enabled()):
-            return routing
+        steered = routing
+        if self.training and torch.is_grad_enabled():
+            if routing.forced:
+                self.warn_forced()
+            else:
+                steered = self._attach(routing)
+        self.close_forward()
+        return steered
+
+    def _attach(self, routing: Routing) -> Routing:
         steering: dict[str, Any] = {
             "injection": self.injection(routing),
             "share_gradient": self.share_gradient(routing),
             "penalty": self.penalty(routing),
         }
-        self.close_forward()
         return routing.steered(**steering, scale=self.loss_scale)
 
 
@@ -277,4 +353,9 @@ def _in_backward() -> bool:
 
     Not asked in code that is being compiled: a compiler that recomputes does so without running this again.
     """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and _backward_id() != -1
+
+
+def _backward_id() -> int:
+    """Number of the backward pass that is running, -1 outside."""
+    return torch._C._current_graph_task_id()

@@ -28,6 +28,8 @@ class ExactQB(BiasBalancer):
         ValueError: unknown ``key`` or ``order``.
     """
 
+    needs_dropless = True
+
     def __init__(
         self,
         num_experts: int,

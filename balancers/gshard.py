@@ -7,7 +7,7 @@ from ..kernels import Routing, ShareGradient
 from .base import GradientBalancer
 from .lei import bound_factor
 from .metrics import residual
-from .update import sum_over_shards
+from .update import pool_load
 
 SCOPES = ("microbatch", "sequence", "global")
 
@@ -17,11 +17,13 @@ class GShard(GradientBalancer):
 
     ``f[e] = c[e] * E / (K*T)`` is the load (no gradient), ``P[e]`` the mean over valid tokens of ``s / sum(s)``.
     Counts and denominators are taken over the same tokens. With ``f`` from global counts over global tokens and
-    ``P`` a mean over local tokens, no further factor belongs in front, whatever the number of ranks.
+    ``P`` a mean over local tokens, no further factor belongs in front, whatever the number of ranks. Where
+    ``microbatch_shards`` share out a microbatch, ``f`` is that of all of it, or of each whole sequence.
 
     Args:
         coefficient: weight of the loss.
-        scope: ``microbatch``; ``sequence``: the mean over sequences of the same expression (DeepSeek-V3);
+        scope: ``microbatch``; ``sequence``: the mean over sequences of the same expression (DeepSeek-V3), which may be
+            spread over ``microbatch_shards`` if every rank holds a part, also an empty one, of the same sequences;
             ``global``: ``f`` from counts summed over token shards and over the microbatches of the step so far, one
             all-reduce of ``E`` int64 per layer and microbatch, so every rank must run as many training forwards.
         bound: ``tanh`` multiplies the residual ``f - 1`` by LEI's factor ``tanh(xi) / xi``, ``xi = max |f - 1|``
@@ -64,11 +66,14 @@ class GShard(GradientBalancer):
         """``coefficient`` times the gradient of the loss with respect to the shares."""
         num_sequences = routing.num_sequences if self.scope == "sequence" else 1
         load_NE, tokens_N = _load(routing, num_sequences)
-        # a recomputation neither counts nor communicates: its slope is never used, see GateWeights
         first = self.counts_forward()
-        if self.scope == "global" and first:
-            self.step_load.add_(routing.load)
-            load_NE = sum_over_shards([self.step_load], self.token_shards)[0][None]
+        if self.scope == "global":
+            if first:
+                self.step_load.add_(routing.load)
+            load_NE = pool_load(self, self.step_load, self.token_shards)[None]
+        elif self.microbatch_shards is not None:
+            load_NE = pool_load(self, load_NE, self.microbatch_shards)
+            tokens_N = _shard_tokens(load_NE, routing)
         error_NE = residual(load_NE).to(routing.weights.dtype)
         shares, saved = routing.gate.shares_and_saved(routing.logits.detach())
         if first:
@@ -103,6 +108,19 @@ def _load(routing: Routing, num_sequences: int) -> tuple[Tensor, Tensor | int]:
     return load.scatter_add_(1, chosen, weight), tokens
 
 
+def _shard_tokens(load_NE: Tensor, routing: Routing) -> Tensor:
+    """Valid tokens ``[N]`` that this shard would have of every run, were each spread over the shards as the microbatch
+    is: as divisors they weigh every token of a run alike, whichever shard holds it.
+
+    Args:
+        load_NE: summed over the shards.
+        routing: of this shard.
+    """
+    tokens_N = load_NE.sum(-1).double() / routing.top_k
+    shard_N = tokens_N * routing.num_valid / tokens_N.sum().clamp(min=1)
+    return shard_N.to(routing.weights.dtype)
+
+
 def _run_sums(values: Tensor, num_sequences: int) -> Tensor:
     """Sums ``[N, E]`` over the tokens of each run."""
     if num_sequences == 1:
@@ -112,7 +130,7 @@ def _run_sums(values: Tensor, num_sequences: int) -> Tensor:
 
 def _column(tokens_N: Tensor | int) -> Tensor | int:
     """Divisors ``[N, 1]``."""
-    return max(tokens_N, 1) if isinstance(tokens_N, int) else tokens_N.clamp(min=1)[:, None]
+    return max(tokens_N, 1) if isinstance(tokens_N, int) else tokens_N.where(tokens_N > 0, 1)[:, None]
 
 
 def _mean_loss(mean_NE: Tensor, error_NE: Tensor, tokens_N: Tensor | int) -> Tensor:

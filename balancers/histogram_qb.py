@@ -30,6 +30,7 @@ class HistogramQB(BiasBalancer):
     clamped: Tensor
     clamped_share: Tensor
     needs_bounded_scores = True
+    needs_dropless = True
 
     def __init__(self, num_experts: int, top_k: int, *, num_bins: int = 1000, **shared: Any) -> None:
         super().__init__(num_experts, top_k, **shared)

@@ -6,6 +6,7 @@ from torch import Tensor
 from ..kernels import Routing
 from .base import GradientBalancer
 from .metrics import residual
+from .update import pool_load
 
 
 class LEI(GradientBalancer):
@@ -13,16 +14,17 @@ class LEI(GradientBalancer):
 
     ``rho`` is the relative load error; ``g = tanh(xi) / xi`` with ``xi = max_e |rho[e]| / tau`` is one positive
     factor, so direction and zero sum are kept and no component exceeds ``eta * tau``. After descent the scores of an
-    overloaded expert fall.
+    overloaded expert fall. Where ``microbatch_shards`` share out a microbatch of ``n`` valid tokens, ``rho`` is that of
+    all of it, and a rank that holds ``m`` of them injects ``n / m`` times as much (see ``GradientBalancer``).
 
     Args:
         eta: strength; the paper sweeps 5e-6 to 8e-5.
         tau: where the bound sets in.
         bound: ``tanh``, or None for ``g = 1``.
         units: ``raw``: ``eta`` is in the units of a loss that is a mean over the microbatch's valid tokens, as the
-            sources write it; ``per_token`` divides by their number, which makes ``eta`` independent of the size of the
-            microbatch. The two meet at ``eta_per_token = eta_raw * (number of valid tokens)``. The sources do not say
-            how their loss was normalised.
+            sources write it; ``per_token`` divides by their number ``n``, which makes ``eta`` independent of the size
+            of the microbatch. The two meet at ``eta_per_token = eta_raw * n``. The sources do not say how their loss
+            was normalised.
 
     Raises:
         ValueError: ``eta`` or ``tau`` not positive, unknown ``bound`` or ``units``.
@@ -53,10 +55,16 @@ class LEI(GradientBalancer):
 
     def injection(self, routing: Routing) -> Tensor:
         """``[E]``: what is added to the score gradient of every valid token, fp32 (fp64 for fp64 logits)."""
-        error = residual(routing.load)
+        load = routing.load
+        if self.microbatch_shards is not None:
+            load = pool_load(self, load, self.microbatch_shards)
+        error = residual(load)
         injection = self.eta * bound_factor(error, self.bound, self.tau) * error
         if self.units == "per_token":
+            # eta / n, times n / m
             injection = injection / routing.num_valid.clamp(min=1)
+        elif self.microbatch_shards is not None:
+            injection = injection * (load.sum().double() / (self.top_k * routing.num_valid.clamp(min=1)))
         return injection.to(routing.weights.dtype)
 
 

@@ -31,6 +31,7 @@ class RankAveragedQB(BiasBalancer):
     """
 
     total: Tensor
+    needs_dropless = True
 
     def __init__(self, num_experts: int, top_k: int, *, per: str = "microbatch", **shared: Any) -> None:
         super().__init__(num_experts, top_k, **shared)

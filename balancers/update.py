@@ -1,18 +1,21 @@
 """Drives the coroutines of all layers in lockstep: one stacked collective per round, whatever the number of layers."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TypeVar
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .base import Balancer, BiasBalancer, Solve
+from .base import Balancer, BiasBalancer, GradientBalancer, Solve
 
 # yields the statistics of all layers, receives their sums over token shards, returns the solutions of all layers
 Rounds = Generator[list[Tensor], list[Tensor], list[Tensor]]
 Statistic = TypeVar("Statistic")
 Result = TypeVar("Result")
+# attributes of a balancer that are no settings: ranks may differ in them
+OWN_OF_A_RANK = frozenset({"training", "loss_scale", "token_shards", "microbatch_shards", "last_value", "pooled_load"})
 
 
 @torch.no_grad()
@@ -36,6 +39,55 @@ def update_balancers(balancers: nn.Module | Iterable[Balancer], group: dist.Proc
     for balancer, solution in zip(active, solutions, strict=True):
         balancer.adopt(solution)
     reset_balancers(found)
+
+
+def check_replicas(balancers: nn.Module | Iterable[Balancer], group: dist.ProcessGroup | None = None) -> None:
+    """Make sure, once before training, that every rank would take part in the same collectives with the same bias.
+
+    Ranks with other layers or settings hang in an update or give wrong sums. A collective over ``group``, as in
+    ``update_balancers``; nothing to do in one process.
+
+    Raises:
+        ValueError: on every rank alike, with the first difference in number, classes, settings (``frozen`` is one) or
+            bias of the balancers, and the ranks that have it.
+    """
+    mine = [_describe(balancer) for balancer in _find(balancers)]
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    described: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(described, mine, group)
+    for what, values in _compare(described):
+        if len(set(values)) > 1:
+            other = next(value for value in values if value != values[0])
+            others = [rank for rank, value in zip(ranks, values, strict=True) if value == other]
+            raise ValueError(
+                f"every rank must have the same balancers, got {what} {values[0]} on rank {ranks[0]} and {other} on "
+                f"ranks {others}"
+            )
+
+
+def _describe(balancer: Balancer) -> dict[str, str]:
+    """Class, settings (numbers, words, switches), shapes of what is summed and a digest of the bias, in words."""
+    kind = type(balancer)
+    settings = {
+        name: repr(value)
+        for name, value in vars(balancer).items()
+        if isinstance(value, str | int | float | None) and not name.startswith("_") and name not in OWN_OF_A_RANK
+    }
+    shapes = {name: str(tuple(getattr(balancer, name).shape)) for name in balancer.accumulators}
+    described = {"class": f"{kind.__module__}.{kind.__qualname__}", **settings, **shapes}
+    if isinstance(balancer, BiasBalancer):
+        described["bias"] = hashlib.sha256(balancer.bias.cpu().numpy().tobytes()).hexdigest()[:16]
+    return described
+
+
+def _compare(described: Sequence[list[dict[str, str]]]) -> Iterator[tuple[str, list[str]]]:
+    """Names of what must be equal, in order, and what each rank has."""
+    yield "number of balancers", [str(len(layers)) for layers in described]
+    for index, replicas in enumerate(zip(*described, strict=True)):
+        for name in dict.fromkeys(name for replica in replicas for name in replica):
+            yield f"balancer {index}: {name}", [replica.get(name, "nothing") for replica in replicas]
 
 
 def reset_balancers(balancers: nn.Module | Iterable[Balancer]) -> None:
@@ -121,6 +173,18 @@ def sum_over_shards(tensors: Sequence[Tensor], group: dist.ProcessGroup | None =
         parts = stacked.split([tensors[index].numel() for index in members])
         sums.update((index, part.view_as(tensors[index])) for index, part in zip(members, parts, strict=True))
     return [sums[index] for index in range(len(tensors))]
+
+
+def pool_load(balancer: GradientBalancer, load: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The load of a forward summed over ``group``, like ``load``, which keeps its values.
+
+    A recomputation must not communicate and gets the sum of the last forward that counted. Only a second backward pass
+    through re-entrant checkpointing uses it, see ``GateWeights``.
+    """
+    if balancer.counts_forward():
+        balancer.pooled_load = sum_over_shards([load], group)[0]
+    pooled = balancer.pooled_load
+    return load if pooled is None or pooled.shape != load.shape else pooled
 
 
 def _over_ranks(solves: Sequence[Solve]) -> Solve:

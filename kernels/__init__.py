@@ -2,7 +2,7 @@
 
 from .gate import Gate, ShareGradient
 from .radix import from_key, radix_counts, select_rank, target_rank, to_key
-from .routing import Routing, route
+from .routing import Routing, replay, route
 from .tally import MarginTally, RadixTally, Tally, UniformTally
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "UniformTally",
     "from_key",
     "radix_counts",
+    "replay",
     "route",
     "select_rank",
     "target_rank",

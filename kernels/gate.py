@@ -150,8 +150,9 @@ class GateWeights(torch.autograd.Function):
     the score gradient of every valid token; ``slope [N, E]`` is added to the gradient of the ``shares [T, E]`` of every
     valid token, with one row for each of ``N`` runs of tokens.
 
-    The slope is no saved tensor: activation checkpointing drops those and makes them again, and by then a load of the
-    step so far is another one. A plain attribute stays what it was in the first forward.
+    Injection and slope are no saved tensors: activation checkpointing drops those and makes them again, and by then a
+    load of the step so far is another one, and a load summed over ranks would need a collective. A plain attribute
+    stays what it was in the first forward.
     """
 
     @staticmethod
@@ -168,8 +169,9 @@ class GateWeights(torch.autograd.Function):
         shares: Tensor | None = None,
         saved: Tensor | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(logits, experts, injection, valid, shares, saved)
+        ctx.save_for_backward(logits, experts, valid, shares, saved)
         ctx.gate = gate
+        ctx.injection = injection
         ctx.slope = slope
         ctx.grad_penalty = None if penalty is None else torch.ones_like(penalty)
         return weights.detach()
@@ -177,12 +179,13 @@ class GateWeights(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
-        logits, experts, injection, valid, shares, saved = ctx.saved_tensors
+        logits, experts, valid, shares, saved = ctx.saved_tensors
         grad_logits = None
         if ctx.needs_input_grad[0]:
             gate = ctx.gate
             run = _route_backward if torch.compiler.is_compiling() else _run_backward
-            grad_logits = run(logits, experts, grad_weights, injection, valid, gate.score, gate.normalise, gate.scale)
+            options = gate.score, gate.normalise, gate.scale
+            grad_logits = run(logits, experts, grad_weights, ctx.injection, valid, *options)
             if ctx.slope is not None:
                 grad_shares = _per_token(ctx.slope, len(logits))
                 if valid is not None:

@@ -39,6 +39,7 @@ class Routing:
         num_sequences: the tokens are this many sequences of equal length, one after the other.
         tally: the tally that this pass has filled, if any.
         injection, share_gradient, penalty: what gradient balancers have steered so far, see ``steered``.
+        forced: the experts were given, see ``replay``; the cutoff is NaN then, and no balancer learns from it.
         uncounted: 0-dim int32, tokens that the Triton kernel could not count: NaN or infinite logits, or no room
             for their margins. Read it once per step. The reference raises instead.
     """
@@ -57,6 +58,7 @@ class Routing:
     share_gradient: ShareGradient | None = field(default=None, repr=False)
     penalty: Tensor | None = field(default=None, repr=False)
     uncounted: Tensor | int = field(default=0, repr=False)
+    forced: bool = False
 
     @property
     def top_k(self) -> int:
@@ -215,6 +217,67 @@ def route(
     if tally is not None and not isinstance(tally, UniformTally | RadixTally | MarginTally):
         tally.add(routing.valid_margins)
     return routing
+
+
+def replay(
+    logits: Tensor,
+    experts: Tensor,
+    *,
+    selection: str = "score",
+    valid: Tensor | None = None,
+    gate: str = "sigmoid",
+    normalise: bool = False,
+    scale: float = 1.0,
+    num_sequences: int = 1,
+) -> Routing:
+    """Routing to given experts: those of a rollout, say, or of a round for timing.
+
+    Weights and their gradient are those of ``route`` when it picks the same experts. There is no cutoff, so balancers
+    are frozen for this forward, and say so; every rank must force the same forwards.
+
+    Args:
+        logits: ``[T, E]`` as in ``route``.
+        experts: ``[T, K]`` int64, distinct for a token; their order is kept, padding has experts too.
+        selection, valid, gate, normalise, scale, num_sequences: as in ``route``.
+
+    Raises:
+        ValueError: as ``route``; ``experts`` of another shape or dtype, outside ``[0, E)``, or with one twice for a
+            token. Reading the values on a GPU is a synchronisation; compiled code does not.
+
+    >>> routing = replay(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([[3, 0]]))
+    >>> routing.load.tolist(), routing.forced
+    ([1, 0, 0, 1], True)
+    """
+    options = Gate(gate, normalise, scale)
+    if experts.dim() != 2 or experts.dtype != torch.int64:
+        raise ValueError(f"experts must be int64 [tokens, experts a token], got {experts.dtype} {tuple(experts.shape)}")
+    _check(logits, None, experts.shape[1], selection, valid, num_sequences)
+    if len(experts) != len(logits):
+        raise ValueError(f"experts must be [{len(logits)}, K], one row for each row of logits, got {len(experts)} rows")
+    if not torch.compiler.is_compiling():
+        _check_experts(experts, logits.shape[1])
+        if not use_triton(logits, _unsupported(logits, experts.shape[1])):
+            _refuse_infinite(logits.detach(), None)
+    weights = options.weights(logits.detach(), experts)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        weights = GateWeights.apply(logits, None, weights, experts, None, valid, options)
+    counted = torch.ones_like(experts) if valid is None else valid[:, None].expand_as(experts)
+    load = torch.zeros(logits.shape[1], dtype=torch.int32, device=logits.device)
+    load.scatter_add_(0, experts.flatten(), counted.flatten().int())
+    cutoff = weights.detach().new_full((len(logits),), math.nan)
+    return Routing(
+        experts, weights, cutoff, load, valid, logits, selection, options, num_sequences=num_sequences, forced=True
+    )
+
+
+def _check_experts(experts: Tensor, num_experts: int) -> None:
+    outside = ((experts < 0) | (experts >= num_experts)).any(-1)
+    ordered = experts.sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+    for rows, fault in ((outside, f"an expert outside [0, {num_experts})"), (twice, "an expert twice")):
+        if rows.any():
+            token = int(rows.nonzero()[0])
+            raise ValueError(f"experts must be distinct and in [0, {num_experts}), got {fault} in token {token}")
 
 
 def _check(

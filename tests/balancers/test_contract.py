@@ -1,6 +1,7 @@
 """The contract that every balancer keeps. A new balancer is one row here; names like ``s1`` are those of the faults."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -21,15 +23,19 @@ from equipoise.balancers import (
     LEI,
     BiasBalancer,
     ExactQB,
+    GradientBalancer,
     GShard,
     HistogramQB,
     RankAveragedQB,
     SignedCount,
+    check_replicas,
     simulate_ranks,
     update_balancers,
 )
 from equipoise.balancers.metrics import dead_share, intervention_rate, load_cv, load_entropy, max_violation
-from equipoise.kernels import Routing, route
+from equipoise.balancers.update import _describe
+from equipoise.experiments.moe import Router
+from equipoise.kernels import Routing, replay, route
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,8 @@ def snapshot(balancer: nn.Module) -> dict[str, Any]:
     }
     for prefix, module in balancer.named_modules():
         state |= {f"{prefix}.{name}": value for name, value in vars(module).items() if isinstance(value, int)}
+    # counts no token: forwards without gradients that re-entrant checkpointing may come back to
+    state.pop("._awaited")
     return state
 
 
@@ -171,41 +179,89 @@ def save_topk(_context: Any, operation: Any, *_args: Any, **_options: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-CHECKPOINTS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "reentrant": {"use_reentrant": True},
     "non_reentrant": {"use_reentrant": False},
-    "non_reentrant_to_the_end": {"use_reentrant": False},
     "selective": {
         "use_reentrant": False,
         "context_fn": partial(create_selective_checkpoint_contexts, save_topk),
     },
 }
-every_checkpoint = pytest.mark.parametrize("mode", CHECKPOINTS)
-# backward after every forward (accumulation), or after all of them (a pipeline schedule)
-every_schedule = pytest.mark.parametrize("schedule", ["accumulate", "pipeline"])
+# activation checkpointing, the outermost first
+MODES: dict[str, list[str]] = {
+    "none": [],
+    "reentrant": ["reentrant"],
+    "non_reentrant": ["non_reentrant"],
+    "non_reentrant_to_the_end": ["non_reentrant"],
+    "selective": ["selective"],
+    "nested_to_the_end": ["non_reentrant", "non_reentrant"],
+    "nested_three_times": ["non_reentrant", "non_reentrant", "non_reentrant"],
+    "nested_reentrant": ["reentrant", "reentrant"],
+    "reentrant_in_non_reentrant": ["non_reentrant", "reentrant"],
+    "non_reentrant_in_reentrant": ["reentrant", "non_reentrant"],
+    "selective_in_non_reentrant": ["non_reentrant", "selective"],
+}
+# backward after every forward (accumulation), or after all of them (a pipeline schedule), or twice after every forward
+SCHEDULES = {
+    "reentrant": ("accumulate", "pipeline", "twice"),
+    "non_reentrant": ("accumulate", "pipeline", "twice"),
+    "non_reentrant_to_the_end": ("accumulate", "pipeline"),
+    "selective": ("accumulate", "pipeline"),
+    "nested_to_the_end": ("pipeline",),
+    "nested_three_times": ("twice",),
+    "nested_reentrant": ("twice",),
+    "reentrant_in_non_reentrant": ("pipeline",),
+    "non_reentrant_in_reentrant": ("pipeline",),
+    "selective_in_non_reentrant": ("pipeline",),
+}
+every_checkpoint = pytest.mark.parametrize(
+    ("mode", "schedule"), [(mode, schedule) for mode, schedules in SCHEDULES.items() for schedule in schedules]
+)
+MICROBATCHES = (8, 4, 14)
+
+
+def checkpointed(layer: Callable[[Tensor], Tensor], mode: str) -> Callable[[Tensor], Tensor]:
+    """The layer under activation checkpointing."""
+    for kind in reversed(MODES[mode]):
+        layer = partial(checkpoint, layer, **KINDS[kind])
+    return layer
 
 
 def run_step(layer: Callable[[Tensor], Tensor], mode: str, schedule: str) -> list[Tensor]:
     """Gradients of the logits of three microbatches of one step, under activation checkpointing."""
-    microbatches = [tokens(count, seed=count).requires_grad_() for count in (8, 4, 14)]
+    microbatches = [tokens(count, seed=count).requires_grad_() for count in MICROBATCHES]
     losses = []
-    with set_checkpoint_early_stop(mode != "non_reentrant_to_the_end"):
+    with set_checkpoint_early_stop(not mode.endswith("to_the_end")):
         for logits in microbatches:
-            losses.append(layer(logits) if mode == "none" else checkpoint(layer, logits, **CHECKPOINTS[mode]))
-            if schedule == "accumulate":
+            losses.append(checkpointed(layer, mode)(logits))
+            if schedule == "twice":
+                losses[0].backward(retain_graph=True)
+            if schedule != "pipeline":
                 losses.pop().backward()
         for loss in losses:
             loss.backward()
     return [logits.grad for logits in microbatches if logits.grad is not None]
 
 
+def check_counted(balancer: BiasBalancer, num_tokens: int, num_microbatches: int) -> None:
+    """Every token once: by whatever the balancer counts."""
+    if isinstance(balancer, SignedCount):
+        assert balancer.load.sum() == num_tokens * K
+    elif isinstance(balancer, HistogramQB):
+        assert balancer.counts.sum(1).tolist() == [num_tokens] * E
+    elif isinstance(balancer, RankAveragedQB) and balancer.per == "microbatch":
+        assert balancer.total[-1] == num_microbatches
+    else:
+        assert len(balancer.store.margins) == num_tokens
+
+
 @every_bias
 @every_checkpoint
-@every_schedule
 def test_s2_recomputation_is_not_counted_again(row: Row, mode: str, schedule: str, feed: Feed) -> None:
     balancer, reference = row.build(E, K), row.build(E, K)
     run_step(lambda logits: (feed(balancer, logits).weights * 2).sum(), mode, schedule)
-    run_step(lambda logits: (feed(reference, logits).weights * 2).sum(), "none", schedule)
+    run_step(lambda logits: (feed(reference, logits).weights * 2).sum(), "none", "accumulate")
+    check_counted(balancer, sum(MICROBATCHES), len(MICROBATCHES))
     for name, expected in tensors(reference).items():
         assert torch.equal(tensors(balancer)[name], expected), name
     assert torch.equal(next_bias(balancer), next_bias(reference))
@@ -222,16 +278,65 @@ def test_s2_reset_forgets_forwards_that_had_no_backward(row: Row, feed: Feed) ->
     assert torch.equal(next_bias(balancer), next_bias(reference))
 
 
-@every_gradient
-@every_checkpoint
-@every_schedule
-def test_s2_recomputation_steers_the_same_gradient(row: Row, mode: str, schedule: str) -> None:
+class Shards:
+    """Stands for the collective: the other shard has a skewed load, and every sum is counted."""
+
+    def __init__(self) -> None:
+        self.sums = 0
+
+    def __call__(self, loads: list[Tensor], group: object) -> list[Tensor]:
+        self.sums += 1
+        return [load + 3 * torch.arange(E, dtype=load.dtype) for load in loads]
+
+
+@every_bias
+@pytest.mark.parametrize("aborted", [False, True])
+def test_s2_forward_without_gradients_brings_no_recomputation(row: Row, aborted: bool, feed: Feed) -> None:
+    """In training mode, say to score a rollout; re-entrant checkpointing begins with such a forward too."""
     balancer, reference = row.build(E, K), row.build(E, K)
+    with torch.no_grad():
+        feed(balancer, tokens(20))
+    if aborted:
+        balancer.reset()
+    mode, schedule = ("reentrant", "twice") if aborted else ("non_reentrant", "pipeline")
+    run_step(lambda logits: (feed(balancer, logits).weights * 2).sum(), mode, schedule)
+    run_step(lambda logits: (feed(reference, logits).weights * 2).sum(), "none", "accumulate")
+    assert torch.equal(next_bias(balancer), next_bias(reference))
+
+
+def check_same_steps(balancer: Any, reference: Any, mode: str, schedule: str) -> None:
     gradients = run_step(lambda logits: (steer(balancer, logits).weights * 2).sum(), mode, schedule)
     expected = run_step(lambda logits: (steer(reference, logits).weights * 2).sum(), "none", schedule)
     assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
-    for name, wanted in tensors(reference).items():
-        assert torch.equal(tensors(balancer)[name], wanted), name
+    for name, tensor in tensors(reference).items():
+        assert torch.equal(tensors(balancer)[name], tensor), name
+
+
+@every_gradient
+@every_checkpoint
+def test_s2_recomputation_steers_the_same_gradient(row: Row, mode: str, schedule: str) -> None:
+    check_same_steps(row.build(E, K), row.build(E, K), mode, schedule)
+
+
+def skewed_sum(loads: list[Tensor], group: list[Any]) -> list[Tensor]:
+    """Stands for a collective: another shard has a skewed load, and the group notes every sum."""
+    group.append(None)
+    return [load + 3 * torch.arange(E, dtype=load.dtype) for load in loads]
+
+
+@every_gradient
+@pytest.mark.parametrize(
+    ("mode", "schedule"), [("reentrant", "twice"), ("non_reentrant", "pipeline"), ("nested_three_times", "twice")]
+)
+def test_s2_recomputation_takes_no_part_in_a_collective(
+    row: Row, mode: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("equipoise.balancers.update.sum_over_shards", skewed_sum)
+    balancer, reference = row.build(E, K), row.build(E, K)
+    for each in (balancer, reference):
+        each.microbatch_shards = each.token_shards = []
+    check_same_steps(balancer, reference, mode, schedule)
+    assert len(balancer.microbatch_shards) == len(MICROBATCHES)
 
 
 @every_bias
@@ -283,11 +388,26 @@ def test_s4_true_marks_a_real_token(row: Row, feed: Feed) -> None:
     assert not torch.equal(real.bias, next_bias(padding))
 
 
+@every_bias
+def test_s4_padding_is_in_no_metric(row: Row, feed: Feed) -> None:
+    valid = torch.arange(E) < 4
+    balancer = row.build(E, K)
+    balancer.bias.copy_(torch.linspace(1, -1, E))
+    padded = feed(balancer, tokens(E).where(valid[:, None], 50 * tokens(E)), valid)
+    real = feed(balancer, tokens(E)[:4])
+    assert torch.equal(padded.load, real.load)
+    for metric in (max_violation, dead_share, load_cv, load_entropy):
+        assert torch.equal(metric(padded.load), metric(real.load))
+    assert torch.equal(intervention_rate(padded), intervention_rate(real))
+    assert intervention_rate(real) > 0
+
+
 @every_gradient
-def test_s4_padding_gets_no_gradient_and_changes_none(row: Row) -> None:
-    # two sequences of four real tokens and two of padding each
-    valid = torch.tensor([True] * 4 + [False] * 2).repeat(2)
-    logits = tokens(12).double()
+@pytest.mark.parametrize(("real_tokens", "padding"), [(2, 2), (4, 2)], ids=["T_equals_E", "T_differs"])
+def test_s4_padding_gets_no_gradient_and_changes_none(row: Row, real_tokens: int, padding: int) -> None:
+    # of each of two sequences
+    valid = torch.tensor([True] * real_tokens + [False] * padding).repeat(2)
+    logits = tokens(len(valid)).double()
     padded, real = row.build(E, K), row.build(E, K)
     gradient = steered_gradient(padded, logits.where(valid[:, None], 50 * logits), valid)
     expected = steered_gradient(real, logits[valid])
@@ -386,9 +506,18 @@ def test_s9_no_counter_grows_while_frozen(row: Row, how: str, feed: Feed) -> Non
     balancer = row.build(E, K, frozen=True) if how == "constructor" else row.build(E, K)
     balancer.frozen = True
     before = snapshot(balancer)
-    for seed in range(20):
+    for seed in range(100):
         logits = tokens(4, seed).requires_grad_()
         feed(balancer, logits).weights.sum().backward()
+    assert snapshot(balancer) == before
+
+
+@every_gradient
+def test_s9_no_counter_grows_while_off(row: Row) -> None:
+    balancer = row.build(E, K).eval()
+    before = snapshot(balancer)
+    for seed in range(100):
+        assert steered_gradient(balancer, tokens(4, seed)).count_nonzero() == 0
     assert snapshot(balancer) == before
 
 
@@ -402,6 +531,26 @@ def test_s10_update_without_forward_keeps_the_bias(row: Row, bias: list[float], 
     moved = next_bias(balancer)
     assert torch.equal(next_bias(balancer), moved)
     assert moved.tolist() != bias
+
+
+@every_gradient
+def test_s10_update_without_forward_leaves_the_next_gradient(row: Row) -> None:
+    balancer = row.build(E, K)
+    fresh = snapshot(balancer)
+    update_balancers([balancer])
+    assert snapshot(balancer) == fresh
+    expected = steered_gradient(row.build(E, K), tokens(20))
+    assert torch.equal(steered_gradient(balancer, tokens(20)), expected)
+
+
+@every_gradient
+def test_s11_teacher_does_not_steer(row: Row) -> None:
+    teacher, student = row.build(E, K).eval(), row.build(E, K)
+    before = snapshot(teacher)
+    assert not steered_gradient(teacher, tokens(20)).any()
+    assert steered_gradient(student, tokens(20)).any()
+    update_balancers([teacher, student])
+    assert snapshot(teacher) == before
 
 
 @every_bias
@@ -659,6 +808,17 @@ def test_e12_same_experts_in_train_and_eval(row: Row, feed: Feed) -> None:
     assert not torch.equal(trained.experts, route(logits, None, K).experts)
 
 
+@every_gradient
+def test_e12_gradient_balancer_routes_alike_in_train_and_eval(row: Row) -> None:
+    balancer = row.build(E, K)
+    logits = tokens(20).requires_grad_()
+    trained = steer(balancer, logits)
+    with torch.no_grad():
+        evaluated = steer(balancer.eval(), logits)
+    assert torch.equal(trained.experts, evaluated.experts)
+    assert torch.equal(trained.weights, evaluated.weights)
+
+
 @every_bias
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_e13_bad_row_raises_before_anything_is_counted(row: Row, value: float, feed: Feed) -> None:
@@ -672,17 +832,34 @@ def test_e13_bad_row_raises_before_anything_is_counted(row: Row, value: float, f
     assert snapshot(balancer) == before
 
 
+@every_gradient
+def test_e13_bad_row_raises_before_anything_is_steered(row: Row) -> None:
+    balancer = row.build(E, K)
+    steered_gradient(balancer, tokens(20))
+    before = snapshot(balancer)
+    logits = tokens(20)
+    logits[7, 3] = float("nan")
+    with pytest.raises(ValueError, match="NaN or infinity in 1 of 20 tokens"):
+        steered_gradient(balancer, logits)
+    assert snapshot(balancer) == before
+
+
 @every_balancer
 def test_e14_addresses_stay_over_update_and_reset(row: Row, feed: Feed) -> None:
     balancer = row.build(E, K)
-    observe_once(balancer, feed, tokens(20))
-    held = {name for name in tensors(balancer) if not name.endswith("last_value")}
+    if isinstance(balancer, BiasBalancer):
+        # two microbatches of 20 tokens a step
+        balancer.reserve(40)
+    held = {name for name in tensors(balancer) if not name.endswith(("last_value", "pooled_load"))}
     before = {name: tensors(balancer)[name].data_ptr() for name in held}
+    assert ("bias" in held) == isinstance(balancer, BiasBalancer)
     for _step in range(3):
-        update_balancers([balancer])
-        observe_once(balancer, feed, tokens(20))
+        for _microbatch in range(2):
+            observe_once(balancer, feed, tokens(20))
         balancer.reset()
-        observe_once(balancer, feed, tokens(20))
+        for _microbatch in range(2):
+            observe_once(balancer, feed, tokens(20))
+        update_balancers([balancer])
     assert {name: tensors(balancer)[name].data_ptr() for name in held} == before
 
 
@@ -733,6 +910,53 @@ def test_g9_weights_are_unbiased_and_the_bias_has_no_gradient(row: Row, feed: Fe
 
 
 @every_gradient
+def test_g9_weights_are_unbiased_under_a_gradient_balancer(row: Row) -> None:
+    balancer = row.build(E, K)
+    logits = tokens(20).requires_grad_()
+    bias = torch.linspace(1, -1, E).requires_grad_()
+    routing = balancer.steer(route(logits, bias, K, num_sequences=2))
+    assert not torch.equal(routing.experts, route(logits, None, K).experts)
+    assert torch.equal(routing.weights, routing.scores.gather(1, routing.experts))
+    routing.weights.sum().backward()
+    assert bias.grad is None
+    assert not list(balancer.parameters())
+
+
+def model_loss(routing: Routing) -> Tensor:
+    """A loss that every weight enters, as the language-model loss does."""
+    values = torch.linspace(-1, 1, E)[routing.experts]
+    return (routing.weights * values).sum(-1).square().mean()
+
+
+@every_gradient
+def test_g10_logged_loss_is_the_same_with_and_without(row: Row) -> None:
+    balancer = row.build(E, K)
+    # GShard's weight, and LEI's
+    balancer.coefficient = balancer.eta = 1.0
+    losses, gradients = [], []
+    for slot in (None, balancer):
+        logits = tokens(22).requires_grad_()
+        routing = route(logits, None, K, num_sequences=2)
+        losses.append(model_loss(routing if slot is None else slot.steer(routing)))
+        losses[-1].backward()
+        gradients.append(logits.grad)
+    assert torch.equal(*losses)
+    assert not torch.equal(*gradients)
+
+
+def test_g10_logged_loss_does_not_contain_the_z_loss() -> None:
+    losses, gradients = [], []
+    for coefficient in (0.0, 1.0):
+        logits = tokens(22).requires_grad_()
+        penalty = coefficient * logits.logsumexp(-1).square().mean()
+        losses.append(model_loss(route(logits, None, K).steered(penalty=penalty)))
+        losses[-1].backward()
+        gradients.append(logits.grad)
+    assert torch.equal(*losses)
+    assert not torch.equal(*gradients)
+
+
+@every_gradient
 @pytest.mark.parametrize("normalise", [True, False])
 def test_steering_leaves_the_forward_bits_alone(row: Row, normalise: bool) -> None:
     logits = tokens(20).requires_grad_()
@@ -766,6 +990,150 @@ def test_g12_expert_without_tokens_leaves_everything_finite(row: Row, feed: Feed
         assert metric(routing.load).isfinite()
     assert dead_share(routing.load) == 1 / E
     assert intervention_rate(routing) == 0
+
+
+# forced routing
+
+
+def forced(logits: Tensor) -> Routing:
+    """Round-robin, whatever the scores."""
+    experts = torch.arange(len(logits) * K).view(-1, K) % E
+    return replay(logits, experts, num_sequences=2)
+
+
+@every_bias
+def test_forced_routing_freezes_the_bias_and_says_so(row: Row, feed: Feed) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    with pytest.warns(UserWarning, match=f"{type(balancer).__name__} is frozen while routing is forced"):
+        balancer.observe(forced(tokens(20, seed=1)))
+    # once: a second warning would be an error
+    with warnings.catch_warnings(action="error"):
+        balancer.observe(forced(tokens(20, seed=1)))
+    assert not next_bias(balancer).any()
+    # a forced microbatch among others
+    for each in (balancer, reference):
+        feed(each, tokens(20))
+    balancer.observe(forced(tokens(20, seed=1)))
+    assert torch.equal(next_bias(balancer), next_bias(reference))
+    assert balancer.bias.any()
+
+
+@every_bias
+@pytest.mark.parametrize("how", ["frozen", "eval", "no_grad"])
+def test_forced_routing_is_silent_where_nothing_counts(row: Row, how: str, recwarn: pytest.WarningsRecorder) -> None:
+    balancer = row.build(E, K).train(how != "eval")
+    balancer.frozen = how == "frozen"
+    with torch.set_grad_enabled(how != "no_grad"):
+        balancer.observe(forced(tokens(20)))
+    assert not recwarn
+
+
+def test_quantiles_need_dropless_experts() -> None:
+    for row in BIAS:
+        assert row.build(E, K).needs_dropless == ("qb" in row.name), row.name
+
+
+@every_gradient
+def test_forced_routing_is_not_steered(row: Row) -> None:
+    balancer, reference = row.build(E, K), row.build(E, K)
+    routing = forced(tokens(20, seed=1).requires_grad_())
+    with pytest.warns(UserWarning, match=f"{type(balancer).__name__} is frozen while routing is forced"):
+        balancer.steer(routing)
+    # once: a second warning would be an error
+    with warnings.catch_warnings(action="error"):
+        assert balancer.steer(routing) is routing
+    assert balancer.last_value is None
+    assert torch.equal(*[steered_gradient(each, tokens(20)) for each in (balancer, reference)])
+
+
+@every_balancer
+def test_forced_routing_of_other_sizes_is_refused(row: Row) -> None:
+    balancer = row.build(E, K)
+    take = balancer.observe if isinstance(balancer, BiasBalancer) else balancer.steer
+    with pytest.raises(ValueError, match="got a routing over num_experts=8 with top_k=3"):
+        take(replay(tokens(4), torch.arange(12).view(4, 3) % E))
+
+
+# models and ranks
+
+
+@every_balancer
+def test_replaced_balancer_is_the_one_that_acts(row: Row) -> None:
+    torch.manual_seed(0)
+    slot = "bias" if row in BIAS else "gradient"
+    old, new = row.build(E, K), row.build(E, K)
+    router = Router(6, E, K, **{slot: old})
+    nn.init.normal_(router.weight)
+    model = nn.ModuleDict({"router": router})
+    setattr(router, slot, new)
+    before, fresh = snapshot(old), snapshot(new)
+    router(torch.randn(20, 6), num_sequences=2).weights.sum().backward()
+    assert snapshot(new) != fresh
+    update_balancers(model)
+    assert snapshot(old) == before
+    assert slot == "gradient" or new.bias.any()
+
+
+def other_ranks(mine: Any, theirs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``check_replicas`` on the first rank of a group of the ranks 4, 5 and so on, of which ``theirs`` are the rest."""
+
+    def gather(described: list[Any], own: Any, group: object) -> None:
+        described[:] = [own, *([_describe(balancer) for balancer in layers] for layers in theirs)]
+
+    ranks = list(range(4, 5 + len(theirs)))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: len(ranks))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: ranks)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    check_replicas(mine, "a group")  # type: ignore[arg-type]
+
+
+@every_balancer
+def test_replicas_that_agree_pass(row: Row, feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [row.build(E, K), row.build(E, K)]
+    other = copy.deepcopy(layers)
+    check_replicas(layers)
+    # what a rank has seen is its own
+    observe_once(other[0], feed, tokens(20))
+    if isinstance(other[0], GradientBalancer):
+        other[0].loss_scale = 0.25
+    other_ranks(layers, [layers, other], monkeypatch)
+
+
+@every_balancer
+def test_replicas_that_differ_are_an_error(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [row.build(E, K), row.build(E, K)]
+    name = type(layers[0]).__name__
+    different: list[tuple[list[Any], str]] = [
+        (layers[:1], r"got number of balancers 2 on rank 4 and 1 on ranks \[6\]"),
+        (
+            [layers[0], of_another_class(name)(E, K)],
+            rf"got balancer 1: class .*{name} on rank 4 and .*Other{name} on ranks \[6\]",
+        ),
+        ([row.build(E, K), row.build(E + 1, K)], r"got balancer 1: num_experts 8 on rank 4 and 9 on ranks \[6\]"),
+        ([row.build(E, K), row.build(E, K + 1)], r"got balancer 1: top_k 2 on rank 4 and 3 on ranks \[6\]"),
+    ]
+    if isinstance(layers[0], BiasBalancer):
+        frozen, moved = copy.deepcopy(layers), copy.deepcopy(layers)
+        frozen[1].frozen = True
+        # the least difference
+        moved[0].bias[3] = -0.0
+        different.append((frozen, r"got balancer 1: frozen False on rank 4 and True on ranks \[6\]"))
+        different.append((moved, r"got balancer 0: bias \w+ on rank 4 and \w+ on ranks \[6\]"))
+    if isinstance(layers[0], HistogramQB):
+        # an option that only a shape tells
+        finer = [row.build(E, K), row.build(E, K, num_bins=50)]
+        different.append((finer, r"got balancer 1: counts \(8, \d+\) on rank 4 and \(8, 50\) on ranks \[6\]"))
+    for replica, message in different:
+        with pytest.raises(ValueError, match=message):
+            other_ranks(layers, [layers, replica], monkeypatch)
+
+
+def of_another_class(name: str) -> Any:
+    """Another class of the same settings."""
+    known: list[Any] = [SignedCount, RankAveragedQB, HistogramQB, ExactQB, GShard, LEI]
+    (kind,) = [each for each in known if each.__name__ == name]
+    return type(f"Other{name}", (kind,), {})
 
 
 # the Triton kernels

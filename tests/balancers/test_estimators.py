@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise.balancers import (
     BiasBalancer,
@@ -95,6 +95,66 @@ def test_histogram_counts_every_valid_token_of_every_expert(feed: Feed) -> None:
     assert not balancer.clamped.any()
 
 
+TARGETED = [
+    pytest.param(HistogramQB, id="histogram_qb"),
+    pytest.param(partial(RankAveragedQB, per="step"), id="rank_averaged_qb_step"),
+    pytest.param(partial(RankAveragedQB, per="microbatch"), id="rank_averaged_qb_microbatch"),
+    *[pytest.param(build, id=f"exact_qb_{name}") for build, name in zip(EXACT, EXACT_IDS, strict=True)],
+]
+every_targeted = pytest.mark.parametrize("build", TARGETED)
+BACKENDS = ["torch", "triton"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both backends, on the CPU."""
+    if request.param == "triton":
+        request.getfixturevalue("interpreter")
+    monkeypatch.setenv("EQUIPOISE_KERNELS", request.param)
+    return request.param
+
+
+def check_rank(balancer: BiasBalancer, logits: Tensor, rank: int, feed: Feed) -> None:
+    """The next bias is the ``rank``-th smallest margin of every expert; of a histogram, the target inside its bin."""
+    # the margins of logits have the same bits in every backend
+    routing = feed(balancer, logits, selection="score" if balancer.needs_bounded_scores else "logit")
+    if isinstance(balancer, HistogramQB):
+        upto = balancer.counts.long().cumsum(1)
+        chosen = (upto < rank).sum(1, keepdim=True)
+        inside = balancer.counts.long().gather(1, chosen)
+        target = len(logits) * balancer.top_k / balancer.num_experts
+        share = (target - (upto.gather(1, chosen) - inside)) / inside
+        expected = (-1 + (chosen + share) * 2 / balancer.counts.shape[1]).flatten()
+    else:
+        dtype = key_dtype(balancer) if isinstance(balancer, ExactQB) else torch.float32
+        expected = sorted_margins(routing, dtype)[rank - 1]
+    update_balancers([balancer])
+    torch.testing.assert_close(balancer.bias.double(), expected.double(), rtol=0, atol=1e-6)
+
+
+@every_targeted
+def test_e1_target_of_two_and_a_half_rounds_up(build: Any, backend: str, feed: Feed) -> None:
+    balancer = build(8, 2, centre=False)
+    logits = torch.randn(10, 8, generator=torch.Generator().manual_seed(0))
+    check_rank(balancer, logits, 4 if getattr(balancer, "order", "q") == "q_plus_1" else 3, feed)
+
+
+@every_targeted
+def test_e4_target_rank_is_integer_arithmetic(build: Any, feed: Feed) -> None:
+    # 168 * 16 / 896 = 3 exactly; a float quotient rounds up to 4
+    balancer = build(896, 16, centre=False)
+    logits = torch.randn(168, 896, generator=torch.Generator().manual_seed(0))
+    check_rank(balancer, logits, 4 if getattr(balancer, "order", "q") == "q_plus_1" else 3, feed)
+
+
+@every_targeted
+def test_e4_target_rank_is_the_same_in_every_backend(build: Any, backend: str, feed: Feed) -> None:
+    # 21 * 2 / 7 = 6 exactly; a float quotient rounds up to 7
+    balancer = build(7, 2, centre=False)
+    logits = torch.randn(21, 7, generator=torch.Generator().manual_seed(0))
+    check_rank(balancer, logits, 7 if getattr(balancer, "order", "q") == "q_plus_1" else 6, feed)
+
+
 def test_e3_clamped_share_is_reported(feed: Feed) -> None:
     balancer = HistogramQB(4, 2)
     balancer.bias.copy_(torch.tensor([3.0, 3.0, 3.0, -3.0]))
@@ -111,11 +171,17 @@ def test_e3_clamped_share_is_reported(feed: Feed) -> None:
     assert balancer.diagnostics()["clamped_share"].item() == 0.0
 
 
-def test_e5_margin_zero_is_in_bin_500_on_the_first_step(feed: Feed) -> None:
-    balancer = HistogramQB(4, 1)
-    # the cutoff expert's own margin is 0
+@every_targeted
+def test_e5_margin_zero_is_in_bin_500_on_the_first_step(build: Any, backend: str, feed: Feed) -> None:
+    balancer = build(4, 1, centre=False)
+    # the second expert is every token's cutoff: its margins are 0, and so is its quantile
     feed(balancer, torch.tensor([[3.0, 1.0, -1.0, -2.0]] * 6))
-    assert balancer.counts[1].nonzero().flatten().tolist() == [500]
+    if isinstance(balancer, HistogramQB):
+        assert balancer.counts[1].nonzero().flatten().tolist() == [500]
+        assert balancer.counts[1, 500] == 6
+    bias = updated(balancer)
+    assert bias[1] == pytest.approx(0.0, abs=2e-3 if isinstance(balancer, HistogramQB) else 0)
+    assert bias[0] < 0 < bias[2] < bias[3]
 
 
 @pytest.mark.parametrize("selection", ["logit"])
@@ -204,17 +270,6 @@ def test_e7_bracket_holds_on_ties(build: Callable[..., ExactQB], kind: str, feed
         assert found.isfinite().all()
         assert ((margins < found).sum(0) < rank).all()
         assert (rank <= (margins <= found).sum(0)).all()
-
-
-@pytest.mark.parametrize("build", EXACT, ids=EXACT_IDS)
-def test_e4_target_rank_is_integer_arithmetic(build: Callable[..., ExactQB], feed: Feed) -> None:
-    # 168 * 16 / 896 = 3 exactly; a float quotient rounds up to 4
-    balancer = build(896, 16, centre=False)
-    routing = feed(balancer, torch.randn(168, 896, generator=torch.Generator().manual_seed(0)))
-    rank = 3 if balancer.order == "q" else 4
-    expected = sorted_margins(routing, key_dtype(balancer))[rank - 1]
-    update_balancers([balancer])
-    assert torch.equal(balancer.bias.double(), expected)
 
 
 def test_exact_keeps_the_margins_of_valid_tokens_once(feed: Feed) -> None:
@@ -311,6 +366,13 @@ def test_e6_rank_average_differs_from_the_pool(per: str, feed: Feed) -> None:
     assert averaged != pytest.approx(pooled, abs=0.05)
 
 
+@pytest.mark.parametrize("rule", ["sign", "proportional"])
+def test_e6_pooled_count_differs_from_the_average_of_ranks(rule: str, feed: Feed) -> None:
+    # loads [4, 0, 0, 0] and [0, 0, 4, 0]: alone, the rule lowers one expert a rank and raises the others
+    build = partial(SignedCount, rate=1.0, rule=rule)
+    assert on_two_ranks(build, feed) == [-1.0, 1.0, -1.0, 1.0]
+
+
 def local_quantile(routing: Routing) -> Tensor:
     count = int(routing.num_valid)
     rank = math.ceil(Fraction(count * routing.top_k, routing.num_experts))
@@ -346,10 +408,19 @@ def loaded(balancer: SignedCount, load: list[int], dtype: torch.dtype, feed: Fee
     return balancer
 
 
-def test_e8_sign_survives_a_bf16_model(feed: Feed) -> None:
-    balancer = SignedCount(4, 1).to(torch.bfloat16)
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [({"rule": "sign"}, 1.0), ({"rule": "sign", "centred": True}, 1.0), ({"rule": "proportional"}, 1 / 256)],
+    ids=["sign", "centred", "proportional"],
+)
+def test_e8_sign_survives_a_bf16_model(options: dict[str, Any], step: float, feed: Feed) -> None:
+    """bf16 knows no 257: neither the counts nor their mean may pass through it."""
+    model = nn.ModuleDict({"weight": nn.Linear(4, 4, bias=False), "balancer": SignedCount(4, 1, **options)})
+    model.to(torch.bfloat16)
+    assert model["weight"].weight.dtype == torch.bfloat16
+    balancer: Any = model["balancer"]
     bias = updated(loaded(balancer, [257, 256, 255, 256], torch.bfloat16, feed))
-    assert bias == pytest.approx([-1e-3, 0.0, 1e-3, 0.0], rel=1e-6)
+    assert bias == pytest.approx([-1e-3 * step, 0.0, 1e-3 * step, 0.0], rel=1e-6)
     assert bias[1] == bias[3] == 0.0
 
 

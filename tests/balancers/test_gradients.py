@@ -288,6 +288,88 @@ def test_g2_gradient_does_not_depend_on_ranks_and_accumulation(build: Callable[[
         torch.testing.assert_close(other, found[0], rtol=1e-11, atol=1e-16)
 
 
+SHARDED = [
+    *[
+        pytest.param(partial(GShard, E, K, scope=scope, bound=bound), id=f"gshard_{scope}_{bound}")
+        for scope in ("microbatch", "sequence")
+        for bound in (None, "tanh")
+    ],
+    *[
+        pytest.param(partial(LEI, E, K, eta=1e-3, units=units, bound=bound), id=f"lei_{units}_{bound}")
+        for units in ("raw", "per_token")
+        for bound in (None, "tanh")
+    ],
+]
+# True is a real token of three sequences of eight: as many in every two columns, but not of every sequence
+EVEN = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0], [1, 0, 1, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1, 0, 1]]).bool()
+# padded tails and a sequence of padding alone
+UNEVEN = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0], [0] * 8, [1, 1, 1, 0, 0, 0, 0, 0]]).bool()
+# the last shard of four has no real token
+EMPTY = torch.arange(8).expand(3, 8) < torch.tensor([[5], [2], [6]])
+
+
+def columns(tensor: Tensor, num_shards: int) -> list[Tensor]:
+    """Of ``[sequences, length, ...]`` the tokens ``[sequences * length / shards, ...]`` of every shard."""
+    return [part.flatten(0, 1) for part in tensor.chunk(num_shards, dim=1)]
+
+
+def pooled_loads(routing: Routing) -> Callable[[list[Tensor], object], list[Tensor]]:
+    """What a collective over the shards of this routing answers: its load, or that of its sequences."""
+    assert routing.valid is not None
+    rows = zip(routing.experts.chunk(3), routing.valid.chunk(3), strict=True)
+    by_sequence = torch.stack([torch.bincount(chosen[real].flatten(), minlength=E) for chosen, real in rows])
+    return lambda loads, group: [(routing.load if load.numel() == E else by_sequence).view_as(load) for load in loads]
+
+
+@pytest.mark.parametrize("build", SHARDED)
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("mask", [EVEN, UNEVEN, EMPTY], ids=["even", "uneven", "empty_shard"])
+def test_g2_gradient_does_not_depend_on_the_shards_of_a_microbatch(
+    build: Callable[[], Any], num_shards: int, mask: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mean over the shards: with a mean loss if each has as many real tokens, else with a token-normalised loss."""
+    logits = tokens(24)
+    whole = build()
+    expected, routing = steered([whole], logits, mask.flatten(), num_sequences=3)
+    assert expected.any()
+    monkeypatch.setattr("equipoise.balancers.update.sum_over_shards", pooled_loads(routing))
+    gradients, value = [], 0.0
+    for part, valid in zip(columns(logits.unflatten(0, (3, 8)), num_shards), columns(mask, num_shards), strict=True):
+        balancer = build()
+        balancer.microbatch_shards = "a group"
+        weight = int(valid.sum()) / int(mask.sum())
+        balancer.loss_scale = num_shards * weight
+        gradient, _ = steered([balancer], part, valid, num_sequences=3)
+        gradients.append(gradient.unflatten(0, (3, -1)) / num_shards)
+        value += weight * float(balancer.last_value or 0)
+        assert mask is not EVEN or balancer.loss_scale == 1
+    torch.testing.assert_close(torch.cat(gradients, dim=1).flatten(0, 1), expected, rtol=1e-11, atol=1e-16)
+    assert value == pytest.approx(float(whole.last_value or 0), rel=1e-12)
+
+
+@pytest.mark.parametrize("build", SHARDED)
+@pytest.mark.parametrize("valid", [None, torch.arange(12) % 4 != 1], ids=["no_mask", "mask"])
+def test_one_shard_is_the_whole_microbatch(build: Callable[[], Any], valid: Tensor | None) -> None:
+    alone, shard = build(), build()
+    # without torch.distributed a group is this process
+    shard.microbatch_shards = "a group"
+    expected, _ = steered([alone], tokens(12), valid, num_sequences=3)
+    gradient, _ = steered([shard], tokens(12), valid, num_sequences=3)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-17)
+    assert float(shard.last_value or 0) == pytest.approx(float(alone.last_value or 0), rel=1e-12)
+
+
+@pytest.mark.parametrize("build", SHARDED)
+def test_g4_pooled_load_leaves_the_local_one(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.balancers.update.sum_over_shards", lambda loads, group: [load + 5 for load in loads])
+    balancer = build()
+    balancer.microbatch_shards = "a group"
+    logits = tokens(12)
+    _, routing = steered([balancer], logits, num_sequences=2)
+    assert torch.equal(routing.load, route(logits, None, K).load)
+    assert routing.load.sum() == 12 * K
+
+
 def test_pairing_adds_both_gradients_in_any_order() -> None:
     logits, valid = tokens(12), torch.arange(12) != 4
     gshard, lei = partial(GShard, E, K, coefficient=0.2), partial(LEI, E, K, eta=1e-3)

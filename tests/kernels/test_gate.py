@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from equipoise.kernels import Gate, Routing, route
+from equipoise.kernels import Gate, Routing, replay, route
 from equipoise.kernels.gate import sigmoid
 
 QUICK = settings.get_profile("kernels")
@@ -196,8 +196,8 @@ def test_gradcheck(num_tokens: int, num_experts: int, top_k: int, scale: float, 
 
 
 @every_gate
-def test_one_normalised_expert_has_a_constant_weight(gate: str) -> None:
-    # G11: the weight cannot carry a gradient, a balancer's injection still does
+def test_g11_one_normalised_expert_has_a_constant_weight(gate: str) -> None:
+    # the weight cannot carry a gradient, a balancer's injection still does
     logits = draw(33, 7, torch.float32)
     routing = route(logits, None, 1, gate=gate, normalise=True, scale=2.5)
     weighing(routing.weights).backward()
@@ -207,6 +207,44 @@ def test_one_normalised_expert_has_a_constant_weight(gate: str) -> None:
     steered = routing.steered(injection=torch.linspace(-1, 1, 7))
     weighing(steered.weights).backward()
     assert logits.grad.abs().max() > 0
+
+
+@every_gate
+def test_g11_one_expert_whose_weight_is_not_normalised_has_a_gradient(gate: str) -> None:
+    logits = draw(33, 7, torch.float32)
+    weighing(route(logits, None, 1, gate=gate).weights).backward()
+    assert (logits.grad.abs().amax(-1) > 0).all()
+
+
+@every_gate
+@every_normalise
+@pytest.mark.parametrize("masked", [False, True])
+def test_replay_has_the_gradient_of_the_routing(masked: bool, normalise: bool, gate: str) -> None:
+    valid = torch.arange(33) % 3 > 0 if masked else None
+    gradients = []
+    for replayed in (False, True):
+        logits = draw(33, 7, torch.float32)
+        routing = route(logits, torch.linspace(-1, 1, 7), 3, gate=gate, normalise=normalise, valid=valid)
+        if replayed:
+            routing = replay(logits, routing.experts, gate=gate, normalise=normalise, valid=valid)
+        # what the layer itself steers still works, a z-loss say
+        routing = routing.steered(penalty=logits.logsumexp(-1).square().mean())
+        weighing(routing.weights).backward()
+        gradients.append(logits.grad)
+    assert gradients[0].any()
+    assert torch.equal(*gradients)
+
+
+@every_gate
+def test_gradient_of_replayed_experts(gate: str, assert_close: Check) -> None:
+    logits = draw(33, 7)
+    experts = torch.arange(66).view(33, 2) % 7
+    weighing(replay(logits, experts, gate=gate, normalise=True, scale=2.5).weights).backward()
+    leaf = exact(logits)
+    weighing(plain_weights(leaf, experts, gate, True, 2.5)).backward()
+    assert_close(logits.grad, leaf.grad)
+    with torch.no_grad():
+        assert not replay(logits, experts).weights.requires_grad
 
 
 @every_gate

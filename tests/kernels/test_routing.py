@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from equipoise.kernels import RadixTally, Routing, UniformTally, route
+from equipoise.kernels import RadixTally, Routing, UniformTally, replay, route
 
 QUICK = settings.get_profile("kernels")
 Check = Callable[[Tensor, Tensor], None]
@@ -192,7 +192,7 @@ def test_bf16_logits_with_ties() -> None:
         ([0.0, -0.0, 5.0, 0.0, -0.0], None, [2, 0], 0.0),
     ],
 )
-def test_ties_go_to_the_lowest_expert_id(
+def test_e7_ties_go_to_the_lowest_expert_id(
     row: list[float], bias: list[float] | None, experts: list[int], cutoff: float
 ) -> None:
     routing = route(torch.tensor([row] * 3), None if bias is None else torch.tensor(bias), 2, selection="logit")
@@ -345,6 +345,72 @@ def test_non_finite_logits_touch_no_counter(broken: float, dtype: torch.dtype) -
             route(logits, None, 2, tally=tally)
         assert tally.counts.unique().tolist() == [7]
     assert uniform.clamped.sum() == 0
+
+
+# forced and replayed experts
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 33, 2049])
+def test_replay_of_recorded_experts_is_the_routing(num_tokens: int, masked: bool, normalise: bool, gate: str) -> None:
+    logits, bias = draw(num_tokens, 60)
+    valid = torch.arange(num_tokens) % 3 > 0 if masked else None
+    options: dict[str, Any] = {"gate": gate, "normalise": normalise, "scale": 2.5, "valid": valid}
+    recorded = route(logits, bias, 6, **options)
+    replayed = replay(logits, recorded.experts, **options)
+    for name in ("experts", "weights", "load", "scores"):
+        expected = getattr(recorded, name)
+        assert torch.equal(getattr(replayed, name), expected), name
+        assert getattr(replayed, name).dtype == expected.dtype
+    assert (replayed.top_k, replayed.num_experts, int(replayed.num_valid)) == (6, 60, int(recorded.num_valid))
+    assert replayed.cutoff.isnan().all()
+    assert replayed.cutoff.shape == (num_tokens,)
+    assert replayed.forced
+    assert not recorded.forced
+
+
+def test_replay_forces_any_experts_in_their_order() -> None:
+    logits, _ = draw(8, 5, torch.bfloat16)
+    # round-robin
+    experts = torch.arange(16).view(8, 2) % 5
+    routing = replay(logits, experts, selection="logit", valid=torch.arange(8) < 5, num_sequences=2)
+    assert torch.equal(routing.experts, experts)
+    assert torch.equal(routing.weights, routing.scores.gather(-1, experts))
+    assert routing.load.tolist() == [2] * 5
+    assert (routing.load.dtype, routing.weights.dtype) == (torch.int32, torch.float32)
+    assert (routing.selection, routing.num_sequences, routing.tally) == ("logit", 2, None)
+    assert routing.detach().forced
+    assert routing.steered(injection=torch.zeros(5)).forced
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"experts": torch.zeros(6, dtype=torch.int64)},
+            r"experts must be int64 \[tokens, .*\], got torch.int64 \(6,\)",
+        ),
+        ({"experts": torch.zeros(6, 2, dtype=torch.int32)}, r"experts must be int64 .*, got torch.int32 \(6, 2\)"),
+        ({"experts": torch.arange(10).view(5, 2) % 8}, r"experts must be \[6, K\].*, got 5 rows"),
+        ({"experts": torch.arange(48).view(6, 8) % 8}, r"top_k=8 and 8 experts"),
+        ({"experts": torch.zeros(6, 0, dtype=torch.int64)}, r"top_k=0 and 8 experts"),
+        ({"experts": torch.tensor([[0, 1]] * 5 + [[7, 8]])}, r"got an expert outside \[0, 8\) in token 5"),
+        ({"experts": torch.tensor([[0, 1]] * 4 + [[7, -1]] * 2)}, r"got an expert outside \[0, 8\) in token 4"),
+        ({"experts": torch.tensor([[0, 3, 1]] * 2 + [[2, 5, 2]] * 4)}, r"got an expert twice in token 2"),
+        ({"logits": torch.zeros(6, 8).fill_(float("nan"))}, r"router logits must be finite"),
+        ({"logits": torch.zeros(6)}, r"logits must be floating point"),
+        ({"valid": torch.ones(6)}, r"valid must be bool"),
+        ({"selection": "scores"}, r"selection must be 'score' or 'logit', got 'scores'"),
+        ({"gate": "relu"}, r"gate score must be 'sigmoid' or 'softmax', got 'relu'"),
+        ({"num_sequences": 4}, r"num_sequences must divide the 6 tokens, got 4"),
+    ],
+)
+def test_what_replay_refuses(options: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"logits": torch.zeros(6, 8), "experts": torch.tensor([[0, 1]] * 6), **options}
+    with pytest.raises(ValueError, match=message):
+        replay(arguments.pop("logits"), arguments.pop("experts"), **arguments)
 
 
 # the same bits wherever a token stands
