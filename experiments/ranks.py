@@ -86,17 +86,19 @@ def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
     multiprocessing.set_forkserver_preload(PRELOADED)
     _quiet_torch()
     try:
-        elastic_launch(config, _run_rank)(main, str(folder), os.getpid())
-    except ChildFailedError as error:
-        raise _root_cause(error, logs, ranks) from error
+        try:
+            elastic_launch(config, _run_rank)(main, str(folder), os.getpid())
+        # the agent reads the error files of ranks that failed, and a full disk cuts them short
+        except (ChildFailedError, json.JSONDecodeError) as error:
+            raise _root_cause(error, logs, ranks) from error
+        finally:
+            for child in multiprocessing.active_children():
+                child.kill()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    # an Exception, so it would pass for the failure of one job and the next would start; the clean-up may be hit too
     except SignalException as stopped:
-        # an Exception, so it would pass for the failure of one job and the next would start
         raise KeyboardInterrupt(str(stopped)) from stopped
-    finally:
-        for child in multiprocessing.active_children():
-            child.kill()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _quiet_torch() -> None:
@@ -136,21 +138,30 @@ def _next_attempt(log: Path) -> Path:
     return log / str(max(attempts, default=0) + 1)
 
 
-def _root_cause(error: ChildFailedError, logs: RankLogs, ranks: int) -> RankError:
+def _root_cause(error: ChildFailedError | json.JSONDecodeError, logs: RankLogs, ranks: int) -> RankError:
     """The rank that failed first.
 
     The agent reports one rank, and where several fail at almost the same time not always the one that made the others
     lose their connection. The error files tell by their times; a signal leaves none.
     """
-    rank, failure = error.get_first_failure()
-    files = [path for path in (logs.path(number, "error.json") for number in range(ranks)) if path.exists()]
-    if files and failure.exitcode >= 0:
-        first = min(files, key=lambda path: path.stat().st_mtime_ns)
-        rank = int(first.name.removeprefix("rank").removesuffix(".error.json"))
-        message = json.loads(first.read_text(encoding="utf-8"))["message"]["message"]
-    else:
-        message = _exit_message(failure)
+    rank, killed, message = 0, False, "an error file was cut short, so there is no message; is the disk full?"
+    if isinstance(error, ChildFailedError):
+        rank, failure = error.get_first_failure()
+        killed, message = failure.exitcode < 0, _exit_message(failure)
+    paths = {number: logs.path(number, "error.json") for number in range(ranks)}
+    recorded = {number: text for number, path in paths.items() if (text := _recorded(path))}
+    if recorded and not killed:
+        rank = min(recorded, key=lambda number: paths[number].stat().st_mtime_ns)
+        message = recorded[rank]
     return RankError(" ".join(message.split()), rank, logs.path(rank, "err"))
+
+
+def _recorded(path: Path) -> str | None:
+    """The message in an error file; None if there is none, or it was cut short by a disk that is full."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["message"]["message"]
+    except (OSError, ValueError):
+        return None
 
 
 def _exit_message(failure: ProcessFailure) -> str:

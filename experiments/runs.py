@@ -91,6 +91,8 @@ def open_run(folder: Path, config: Mapping[str, Any]) -> None:
     """
     refuse_other_run(folder, config)
     folder.mkdir(parents=True, exist_ok=True)
+    for draft in _drafts(folder):
+        draft.unlink()
     write_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
     (folder / "failed.json").unlink(missing_ok=True)
 
@@ -102,7 +104,7 @@ def refuse_other_run(folder: Path, config: Mapping[str, Any]) -> None:
         ValueError: naming the first key that differs, with both values.
     """
     if not (folder / "config.yaml").exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and set(folder.iterdir()) - _drafts(folder):
             raise ValueError(f"{folder} holds files but no config.yaml: not a run, so nothing is written there")
         return
     stored, given = flatten(load_config(folder)), flatten(config)
@@ -172,6 +174,11 @@ def write_text(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
+
+
+def _drafts(folder: Path) -> set[Path]:
+    """What ``write_text`` had not yet put in its place when its process was killed."""
+    return {path for path in folder.glob(".*") if re.fullmatch(r"\..+\.\d+", path.name)}
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ class Tracker:
         self.rows = _cut_back(self.metrics, self.loads, step)
         self.file = self.metrics.open("a", encoding="utf-8")
         self.wandb = _start_wandb(folder, config)
+        for row in self.rows:
+            self._show(row)
 
     def log(self, row: dict[str, Any], load_LE: Tensor) -> None:
         """Record the metrics and the global load ``[L, E]`` of step ``row["step"]``; non-finite numbers become null."""
@@ -42,9 +45,13 @@ class Tracker:
         # a dense model has no load
         if load_LE.numel():
             self.pending.append(_load_table(row["step"], load_LE.numpy()))
-        if self.wandb is not None:
-            scalars = {name: value for name, value in clean.items() if isinstance(value, int | float)}
-            devices = {f"device_maxvio/{count}": value for count, value in clean.get("device_maxvio", {}).items()}
+        self._show(clean)
+
+    def _show(self, row: dict[str, Any]) -> None:
+        """Log the scalars of a row to W&B, unless its server has had that step before the run was cut."""
+        if self.wandb is not None and row["step"] >= self.wandb.starting_step:
+            scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
+            devices = {f"device_maxvio/{count}": value for count, value in row.get("device_maxvio", {}).items()}
             self.wandb.log(scalars | devices, step=row["step"])
 
     def flush(self) -> None:
@@ -111,19 +118,26 @@ def _wandb_id(folder: Path) -> str:
 
 
 def _start_wandb(folder: Path, config: dict[str, Any]) -> Any:
-    """A W&B run: group = experiment, job_type = balancer, x-axis tokens; None when the tracker is off."""
+    """A W&B run: group = experiment, job_type = balancer, x-axis tokens; None when the tracker is off.
+
+    An offline run that was cut cannot be continued: syncing its second part replaces the first. So the first is removed
+    and the tracker logs the run anew, from the start.
+    """
     tracker, balancer = config["tracker"], config["balancer"]
     if tracker["mode"] == "none":
         return None
     # a second to import, and not needed without it
     import wandb
 
+    run_id = _wandb_id(folder)
+    for part in (folder / "wandb").glob(f"offline-run-*-{run_id}"):
+        shutil.rmtree(part, ignore_errors=True)
     run = wandb.init(
         mode=tracker["mode"],
         project=tracker["project"],
         entity=tracker["entity"],
         dir=folder,
-        id=_wandb_id(folder),
+        id=run_id,
         resume="allow",
         name=f"{balancer['name']}-s{config['seed']}",
         group=config["name"],

@@ -43,7 +43,7 @@ def main(run_folder):
     if rank == 0:
         row = {"step": 1, "tokens": 64, "loss": 2.0, "seconds": 0.1, "global_maxvio": 1.0, "local_maxvio": 2.0}
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
-    while "STAND_IN_WAITS" in os.environ:
+    while str(seed) in os.environ.get("STAND_IN_WAITS", "").split(","):
         time.sleep(0.05)
     if rank == 0:
         runs.write_json(folder / "summary.json", {"val_bpb": 2.5})
@@ -395,6 +395,49 @@ def test_rank_that_fails_does_not_stop_the_sweep(workplace: Path) -> None:
     assert errors == ""
 
 
+def test_r1_two_ranks_of_one_job_share_one_folder_and_one_config(workplace: Path) -> None:
+    process = start(workplace, "balancer=none", "parallel.ranks=2")
+    out, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, out + errors
+    (folder,) = workplace.glob("runs/*/*")
+    assert list(workplace.rglob("*.yaml")) == [folder / "config.yaml"]
+    assert runs.load_config(folder)["parallel"]["ranks"] == 2
+    assert [path.read_text() for path in sorted(folder.glob("log/*/rank*.out"))] == [
+        f"rank {rank} of 2 threads 1\n" for rank in range(2)
+    ]
+    assert {path.name for path in workplace.iterdir()} - {"__pycache__"} == {"runs", "stand_in.py"}
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Bytes and time of every file."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def test_r2_a_sweep_of_six_that_was_killed_in_the_fourth_goes_on(workplace: Path) -> None:
+    command = ["-m", "balancer=none", "seed=2,3,4,5,6,7", "optim.steps=1"]
+    process = start(workplace, *command, STAND_IN_WAITS="5")
+    wait_for(lambda: list(workplace.glob("runs/*/none-s5-*/metrics.jsonl")) or process.poll() is not None)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=DEADLINE_SECONDS)
+    done = {seed: next(workplace.glob(f"runs/default/none-s{seed}-*")) for seed in (2, 3, 4)}
+    before = {seed: contents(folder) for seed, folder in done.items()}
+    cut = next(workplace.glob("runs/default/none-s5-*"))
+    (cut / "checkpoints").mkdir()
+    process = start(workplace, *command)
+    out, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, out + errors
+    outcomes = [line.split(":")[0].split(" in ")[0] for line in out.splitlines() if " done" in line]
+    skipped = [f"[{index}/6] none-s{index + 1} was done before" for index in (1, 2, 3)]
+    assert outcomes == skipped + [f"[{index}/6] none-s{index + 1} done" for index in (4, 5, 6)]
+    assert {seed: contents(folder) for seed, folder in done.items()} == before
+    # its attempts: cut and resumed; those that came after have one
+    assert sorted(path.name for path in (cut / "log").iterdir()) == ["1", "2"]
+    assert (cut / "checkpoints").is_dir()
+    assert len(list(workplace.glob("runs/default/none-s[67]-*/log/1"))) == 2
+    assert len(list(workplace.glob("runs/default/none-*"))) == 6
+
+
 def living(session: int) -> list[int]:
     """Processes of a session that have not ended."""
     found = []
@@ -411,7 +454,7 @@ def living(session: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
 def test_stopping_stops_the_whole_sweep(workplace: Path, stop: signal.Signals) -> None:
-    process = start(workplace, "-m", "balancer=none", "seed=0,3", STAND_IN_WAITS="1")
+    process = start(workplace, "-m", "balancer=none", "seed=0,3", STAND_IN_WAITS="0,3")
     try:
         wait_for(lambda: list(workplace.glob("runs/*/*/metrics.jsonl")) or process.poll() is not None)
         # Ctrl-C reaches every process of the terminal, a scheduler's SIGTERM often only the first
@@ -433,7 +476,7 @@ def test_stopping_stops_the_whole_sweep(workplace: Path, stop: signal.Signals) -
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_ranks_end_when_their_launcher_is_killed(workplace: Path) -> None:
-    process = start(workplace, "balancer=none", STAND_IN_WAITS="1")
+    process = start(workplace, "balancer=none", STAND_IN_WAITS="0")
     try:
         wait_for(lambda: list(workplace.glob("runs/*/*/metrics.jsonl")) or process.poll() is not None)
         process.kill()

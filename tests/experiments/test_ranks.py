@@ -2,9 +2,13 @@
 
 import json
 import os
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from equipoise.experiments import ranks
@@ -46,6 +50,37 @@ def test_rank_that_was_killed_is_blamed_for_lost_connections(tmp_path: Path) -> 
     logs = RankLogs(tmp_path)
     record(logs, 0, "RuntimeError: Connection closed by peer", second=5.0)
     assert ranks._root_cause(failed(logs, 1, exitcode=-9), logs, 2).rank == 1
+
+
+def test_error_file_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
+    """The disk is full: the rank that failed first could not say why."""
+    logs = RankLogs(tmp_path)
+    logs.path(1, "error.json").write_text('{"message": {"mess')
+    record(logs, 0, "OSError: rank 1 has no space left", second=time.time() + 1)
+    with pytest.raises(json.JSONDecodeError) as agent:
+        failed(logs, 1, exitcode=1)
+    error = ranks._root_cause(agent.value, logs, 2)
+    assert (str(error), error.rank) == ("OSError: rank 1 has no space left", 0)
+    logs.path(0, "error.json").unlink()
+    assert "is the disk full?" in str(ranks._root_cause(agent.value, logs, 2))
+
+
+@pytest.mark.parametrize("number", ranks.STOP_SIGNALS)
+def test_a_signal_during_the_clean_up_stops_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The agent's handlers, which raise an ``Exception``, are still in place then."""
+
+    def interrupted() -> list[Any]:
+        raise SignalException("stopped", number)
+
+    def launch(config: Any, main: Any) -> Any:
+        return lambda *arguments: None
+
+    monkeypatch.setattr(ranks, "elastic_launch", launch)
+    monkeypatch.setattr(ranks.multiprocessing, "active_children", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
+        ranks.run_ranks(print, tmp_path, 2)
 
 
 def test_logs_of_an_attempt(tmp_path: Path) -> None:
