@@ -13,8 +13,8 @@ from ..kernels import backend
 from .checks import check_choice, check_number, check_switch, check_whole
 from .data import Batches, Corpus, validation_sequences
 from .model import Model, ModelConfig
+from .parallel import ParallelConfig
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_BYTES = 256
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -28,12 +28,12 @@ def check(config: dict[str, Any]) -> None:
     backend.check()
     with torch.device("meta"):
         make_model(config)
+    _check_shards(config["model"], make_parallel(config))
     _check_optim(config["optim"])
     check_whole("validation.every", config["validation"]["every"])
     check_whole("checkpoint.every", config["checkpoint"]["every"])
     check_switch("checkpoint.keep", config["checkpoint"]["keep"])
     check_number("report.tail", config["report"]["tail"], positive=True, high=1)
-    check_choice("parallel.precision", config["parallel"]["precision"], PRECISIONS)
     check_choice("tracker.mode", config["tracker"]["mode"], ("offline", "online", "none"))
     if config["model"]["vocabulary"] < NUM_BYTES:
         raise ValueError(f"model.vocabulary must hold all {NUM_BYTES} bytes, got {config['model']['vocabulary']}")
@@ -46,15 +46,39 @@ def make_model(config: dict[str, Any]) -> Model:
     Raises:
         ValueError: unknown or missing keys, sizes that do not fit, a balancer that nothing uses.
     """
-    try:
-        sizes = ModelConfig(**config["model"])
-    except TypeError as error:
-        raise ValueError(f"model: {_plain(error)}") from error
+    sizes = _section(ModelConfig, config, "model")
     balancer = config["balancer"]
     unknown = set(balancer) - {"name", "bias", "gradient"}
     if unknown:
         raise ValueError(f"balancer has the keys name, bias and gradient, got {', '.join(sorted(unknown))} too")
     return Model(sizes, _maker(balancer, "bias"), _maker(balancer, "gradient"))
+
+
+def make_parallel(config: dict[str, Any]) -> ParallelConfig:
+    """How the ranks share the work.
+
+    Raises:
+        ValueError: unknown or missing keys, sizes that do not fit.
+    """
+    return _section(ParallelConfig, config, "parallel")
+
+
+def _section(kind: Callable[..., Any], config: dict[str, Any], name: str) -> Any:
+    try:
+        return kind(**config[name])
+    except TypeError as error:
+        raise ValueError(f"{name}: {_plain(error)}") from error
+
+
+def _check_shards(model: dict[str, Any], parallel: ParallelConfig) -> None:
+    if model["num_experts"] % parallel.ep:
+        raise ValueError(f"parallel.ep must divide model.num_experts={model['num_experts']}, got {parallel.ep}")
+    for name in ("width", "expert_width"):
+        if model[name] % parallel.dp_shard:
+            raise ValueError(
+                f"parallel.ranks / (dp_replicate * ep) = {parallel.dp_shard} ranks share out the rows of every expert: "
+                f"expected a divisor of model.{name}={model[name]}"
+            )
 
 
 def _maker(balancer: dict[str, Any], slot: str) -> Callable[[int, int], Any] | None:
@@ -96,14 +120,19 @@ def make_data(config: dict[str, Any]) -> tuple[Corpus, Batches, Tensor]:
 
 
 def make_optimizer(config: dict[str, Any], model: Model) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only."""
+    """AdamW; weight decay on matrices only. Experts are a group of their own: their mesh may be another one."""
     optim = config["optim"]
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    experts = [parameter for layer in model.layers() for parameter in layer.experts.parameters()]
+    known = {id(parameter) for parameter in experts}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    matrices = [parameter for parameter in others if parameter.dim() > 1]
+    vectors = [parameter for parameter in others if parameter.dim() <= 1]
     groups = [
         {"params": matrices, "weight_decay": optim["weight_decay"]},
+        {"params": experts, "weight_decay": optim["weight_decay"]},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=optim["learning_rate"], betas=tuple(optim["betas"]), fused=True)
 
 

@@ -18,15 +18,15 @@ from ..balancers.metrics import (
     max_violation,
 )
 from ..balancers.update import sum_over_shards
-from .moe import Router, z_loss
+from .moe import MoE, z_loss
 from .parallel import Ranks
 
 
 class Meter:
     """Collects what the microbatches of one optimizer step show on this rank; ``finish`` sums it over ranks."""
 
-    def __init__(self, routers: Sequence[Router], ranks: Ranks) -> None:
-        self.routers = routers
+    def __init__(self, moe_layers: Sequence[MoE], ranks: Ranks) -> None:
+        self.moe_layers = moe_layers
         self.ranks = ranks
         self.losses: list[Tensor] = []
         self.layers: list[list[dict[str, Tensor]]] = []
@@ -34,7 +34,7 @@ class Meter:
     def add(self, loss: Tensor) -> None:
         """Take in a microbatch after its forward: its language-model loss (mean nats per token) and what was routed."""
         self.losses.append(loss.detach().double())
-        self.layers.append([_observe(router) for router in self.routers])
+        self.layers.append([_observe(layer) for layer in self.moe_layers])
 
     def finish(self) -> tuple[dict[str, Any], Tensor]:
         """The metrics of the step, equal on all ranks, and its global load ``[L, E]`` int64 on the CPU.
@@ -42,9 +42,9 @@ class Meter:
         What is not a load is a mean over the microbatches of all ranks.
         """
         losses_M = torch.stack(self.losses)
-        names = self.layers[0][0] if self.routers else {}
+        names = self.layers[0][0] if self.moe_layers else {}
         by_name = {name: torch.stack([_column(layers, name) for layers in self.layers]) for name in names}
-        worst = by_name["local_maxvio"].amax() if self.routers else losses_M.new_zeros(())
+        worst = by_name["local_maxvio"].amax() if self.moe_layers else losses_M.new_zeros(())
         sums = {"count": torch.ones_like(losses_M).sum(), "loss": losses_M.sum()}
         sums |= {name: values.sum(0) for name, values in by_name.items()}
         # counts are exact in fp64, so one collective takes everything
@@ -53,20 +53,20 @@ class Meter:
         self.losses, self.layers = [], []
         means = {name: total.cpu() / totals["count"].cpu() for name, total in totals.items()}
         row: dict[str, Any] = {"loss": means["loss"].item(), "global_maxvio": None, "local_maxvio": None}
-        if not self.routers:
+        if not self.moe_layers:
             return row, torch.zeros(0, 0, dtype=torch.int64)
         load_LE = totals["load"].cpu().long()
         local_L = means["local_maxvio"]
         row |= _load_metrics(load_LE)
         row |= {"local_maxvio": local_L.max().item(), "local_maxvio_mean": local_L.mean().item()}
         row |= {"local_maxvio_max": largest, "intervention": means["intervention"].mean().item()}
-        for name in ("balance_loss", "z_loss"):
+        for name in ("balance_loss", "z_loss", "dropped_share"):
             row[name] = means[name].mean().item() if name in means else None
         row["layers"] = {"global_maxvio": max_violation(load_LE).tolist(), "local_maxvio": local_L.tolist()}
         return row | self._bias_metrics(), load_LE
 
     def _bias_metrics(self) -> dict[str, float | None]:
-        balancers = [router.bias for router in self.routers if router.bias is not None]
+        balancers = [layer.router.bias for layer in self.moe_layers if layer.router.bias is not None]
         row: dict[str, float | None] = dict.fromkeys(("bias_min", "bias_max", "bias_norm", "clamped_share"))
         if balancers:
             bias_LE = torch.stack([balancer.bias for balancer in balancers])
@@ -78,8 +78,9 @@ class Meter:
         return row
 
 
-def _observe(router: Router) -> dict[str, Tensor]:
+def _observe(layer: MoE) -> dict[str, Tensor]:
     """What one layer showed on one microbatch, fp64."""
+    router = layer.router
     routing = router.last
     assert routing is not None, "measured before the first forward"
     seen = {
@@ -91,6 +92,8 @@ def _observe(router: Router) -> dict[str, Tensor]:
         seen["balance_loss"] = router.gradient.last_value.double()
     if router.z_loss:
         seen["z_loss"] = z_loss(routing).double()
+    if layer.dropped_share is not None:
+        seen["dropped_share"] = layer.dropped_share
     return seen
 
 

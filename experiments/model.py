@@ -5,10 +5,18 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ..balancers import BiasBalancer, GradientBalancer
 from .checks import check_choice, check_number, check_switch, check_whole
@@ -38,6 +46,7 @@ class ModelConfig:
     normalise: bool = True
     scale: float = 1.0
     z_loss: float = 0.0
+    capacity_factor: float = -1.0
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -48,6 +57,10 @@ class ModelConfig:
         check_number("model.scale", self.scale, positive=True)
         check_number("model.init_std", self.init_std, positive=True)
         check_number("model.z_loss", self.z_loss)
+        if not isinstance(self.capacity_factor, int | float) or isinstance(self.capacity_factor, bool):
+            raise ValueError(f"model.capacity_factor (negative: off) must be a number, got {self.capacity_factor!r}")
+        if not self.capacity_factor < 0:
+            check_number("model.capacity_factor (negative: off)", self.capacity_factor, positive=True)
         check_switch("model.normalise", self.normalise)
         check_choice("model.selection", self.selection, ("score", "logit"))
         check_choice("model.gate", self.gate, ("sigmoid", "softmax"))
@@ -103,20 +116,57 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
-class Block(nn.Module):
-    """Pre-norm attention, then a dense or mixture-of-experts feed-forward layer."""
+# what `selective` keeps: the products, which cost most to compute again
+SAVED = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 
-    def __init__(self, attention: Attention, feed_forward: nn.Module, width: int) -> None:
+# FSDP marks its work for the profiler, in a forward at other places than when that is computed again
+SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
+SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
+
+
+class Block(nn.Module):
+    """Pre-norm attention, then a dense or mixture-of-experts feed-forward layer.
+
+    Attributes:
+        recompute: activation checkpointing: ``none``; ``full``: the backward computes the whole block again;
+            ``selective``: all but the products.
+    """
+
+    def __init__(self, attention: Attention, feed_forward: SwiGLU | MoE, width: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(width)
         self.attention = attention
         self.feed_forward_norm = nn.RMSNorm(width)
         self.feed_forward = feed_forward
+        self.recompute = "none"
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        """``[B, S, D]`` to ``[B, S, D]``; ``turns`` as ``rotary_turns`` gives them."""
+    def forward(self, x: Tensor, turns: Tensor, valid: Tensor | None = None, forced: Tensor | None = None) -> Tensor:
+        """``[B, S, D]`` to ``[B, S, D]``; ``turns`` as ``rotary_turns`` gives them, the rest as ``MoE`` takes it."""
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self._forward(x, turns, valid, forced)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if self.recompute == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        return checkpoint(self._forward, x, turns, valid, forced, **options)
+
+    def _forward(self, x: Tensor, turns: Tensor, valid: Tensor | None, forced: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        normed = self.feed_forward_norm(x)
+        if isinstance(self.feed_forward, MoE):
+            return x + self.feed_forward(normed, valid, forced)
+        return x + self.feed_forward(normed)
+
+
+def _keep_products(_context: Any, operation: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Model(nn.Module):
@@ -148,7 +198,7 @@ class Model(nn.Module):
         blocks = []
         for layer in range(config.num_layers):
             if layer < config.num_dense_layers:
-                feed_forward: nn.Module = SwiGLU(config.width, config.dense_width)
+                feed_forward: SwiGLU | MoE = SwiGLU(config.width, config.dense_width)
             else:
                 feed_forward = _moe(config, layer, make_bias, make_gradient)
             blocks.append(Block(Attention(config.width, config.num_heads), feed_forward, config.width))
@@ -166,23 +216,52 @@ class Model(nn.Module):
             std = self.config.init_std / (2 * self.config.num_layers) ** 0.5 if last else self.config.init_std
             nn.init.normal_(parameter, std=std, generator=generator)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """``tokens [B, S]`` int64 to logits ``[B, S, V]``."""
+    def forward(self, tokens: Tensor, valid: Tensor | None = None, forced: Tensor | None = None) -> Tensor:
+        """``tokens [B, S]`` int64 to logits ``[B, S, V]``.
+
+        Args:
+            tokens: padding comes after the real tokens of its sequence, which then do not attend to it.
+            valid: ``[B, S]`` bool, True for a real token and False for padding, which is not counted.
+            forced: ``[L, B*S, K]`` int64, for each mixture-of-experts layer the experts to take instead of the
+                router's choice; the balancers are frozen then, and say so.
+
+        Raises:
+            ValueError: ``forced`` for another number of layers, or experts that ``kernels.replay`` refuses.
+        """
         x = self.embedding(tokens)
         turns = rotary_turns(tokens.shape[1], self.config.width // self.config.num_heads, x.device)
+        choices = self._choices(forced)
         for block in self.blocks:
-            x = block(x, turns)
+            x = block(x, turns, valid, next(choices) if isinstance(block.feed_forward, MoE) else None)
         return self.head(self.norm(x))
 
+    def _choices(self, forced: Tensor | None) -> Iterator[Tensor | None]:
+        """What is forced on each mixture-of-experts layer."""
+        num_layers = self.config.num_layers - self.config.num_dense_layers
+        if forced is None:
+            return iter([None] * num_layers)
+        if len(forced) != num_layers:
+            raise ValueError(f"forced must have one row for each of the {num_layers} layers, got {len(forced)}")
+        return iter(forced)
+
+    def set_recompute(self, how: str) -> None:
+        """Activation checkpointing in all blocks: see ``Block.recompute``."""
+        for block in self.modules():
+            if isinstance(block, Block):
+                block.recompute = how
+
+    def layers(self) -> Iterator[MoE]:
+        """The mixture-of-experts layers in their order."""
+        return (module for module in self.modules() if isinstance(module, MoE))
+
     def routers(self) -> Iterator[Router]:
-        """The routers in layer order."""
-        return (module for module in self.modules() if isinstance(module, Router))
+        """Their routers."""
+        return (layer.router for layer in self.layers())
 
     def count_parameters(self) -> dict[str, int]:
         """``total`` parameters, and those ``active`` for one token (``K`` of ``E`` experts)."""
         total = sum(parameter.numel() for parameter in self.parameters())
-        experts = [module for module in self.modules() if isinstance(module, Experts)]
-        in_experts = sum(parameter.numel() for module in experts for parameter in module.parameters())
+        in_experts = sum(parameter.numel() for layer in self.layers() for parameter in layer.experts.parameters())
         idle = in_experts * (self.config.num_experts - self.config.top_k) // self.config.num_experts
         return {"total": total, "active": total - idle}
 
@@ -207,4 +286,5 @@ def _moe(
         name=f"router of layer {layer}",
     )
     shared = SwiGLU(config.width, config.shared_width) if config.shared_width else None
-    return MoE(router, Experts(config.num_experts, config.width, config.expert_width), shared)
+    experts = Experts(config.num_experts, config.width, config.expert_width)
+    return MoE(router, experts, shared, config.capacity_factor)

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..balancers import BiasBalancer, GradientBalancer
 from ..balancers.base import FixedDtype
-from ..kernels import Routing, route
+from ..kernels import Routing, replay, route
+from .parallel.dispatch import run_sharded
 
 
 class Uncounted(FixedDtype):
@@ -86,23 +89,37 @@ class Router(nn.Module):
         self.last: Routing | None = None
         self.uncounted = Uncounted()
 
-    def forward(self, x: Tensor, valid: Tensor | None = None, num_sequences: int = 1) -> Routing:
-        """Route ``x [T, D]``; ``valid [T]`` is True for real tokens."""
+    def forward(
+        self, x: Tensor, valid: Tensor | None = None, num_sequences: int = 1, forced: Tensor | None = None
+    ) -> Routing:
+        """Route ``x [T, D]``; ``valid [T]`` is True for real tokens.
+
+        ``forced [T, K]`` int64 are the experts to take instead of the router's choice, say those of a rollout that is
+        replayed; the balancers are frozen then, and say so.
+
+        Raises:
+            ValueError: what ``route`` and ``replay`` refuse, with the name of the layer.
+        """
+        if forced is not None and forced.shape[-1] != self.top_k:
+            raise ValueError(f"{self.name}: forced must have {self.top_k} experts a token, got {tuple(forced.shape)}")
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())
-            routing = self._route(logits, valid, num_sequences)
+            routing = self._route(logits, valid, num_sequences, forced)
         self.last = routing.detach()
         return routing
 
-    def _route(self, logits: Tensor, valid: Tensor | None, num_sequences: int) -> Routing:
+    def _route(self, logits: Tensor, valid: Tensor | None, num_sequences: int, forced: Tensor | None) -> Routing:
         bias, tally = (None, None) if self.bias is None else (self.bias.bias, self.bias.tally)
         # a gradient balancer attaches the gradient together with its own
-        attach = torch.is_grad_enabled() and (self.gradient is None or not self.gradient.training)
+        steered = self.gradient is not None and self.gradient.training and forced is None
+        attach = torch.is_grad_enabled() and not steered
+        masked: dict[str, Any] = {"valid": valid, "num_sequences": num_sequences}
         try:
             with torch.set_grad_enabled(attach):
-                routing = route(
-                    logits, bias, self.top_k, tally=tally, valid=valid, num_sequences=num_sequences, **self.options
-                )
+                if forced is None:
+                    routing = route(logits, bias, self.top_k, tally=tally, **masked, **self.options)
+                else:
+                    routing = replay(logits, forced, **masked, **self.options)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
         self.uncounted.tokens.add_(routing.uncounted)
@@ -161,23 +178,32 @@ class SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """``E`` SwiGLU experts whose weights lie in two tensors, applied to tokens sorted by expert."""
+    """``E`` SwiGLU experts whose weights lie in two tensors, applied to tokens sorted by expert.
+
+    Attributes:
+        group: the ranks that share out the experts in their order; None if all are here.
+    """
 
     def __init__(self, num_experts: int, width: int, hidden: int) -> None:
         super().__init__()
+        self.num_experts = num_experts
+        self.group: dist.ProcessGroup | None = None
         self.w_in = nn.Parameter(torch.empty(num_experts, width, 2 * hidden))
         self.w_out = nn.Parameter(torch.empty(num_experts, hidden, width))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """``x [N, D]`` sorted by expert, ``counts [E]`` rows of each, to ``[N, D]``."""
-        w_in: Tensor = self.w_in
-        w_out: Tensor = self.w_out
+        """``x [N, D]`` sorted by expert, ``counts [E]`` rows of each that is here, to ``[N, D]``."""
+        w_in, w_out = _local(self.w_in), _local(self.w_out)
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, w_in, w_out = x.to(dtype), w_in.to(dtype), w_out.to(dtype)
         multiply = _grouped if _grouped_applies(x, w_in, w_out) else _looped
         gate, up = multiply(x, w_in, counts).chunk(2, dim=-1)
         return multiply(F.silu(gate) * up, w_out, counts)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _grouped_applies(x: Tensor, *weights: Tensor) -> bool:
@@ -196,31 +222,92 @@ def _looped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class MoE(nn.Module):
-    """Router, experts and an optional shared expert that sees every token."""
+    """Router, experts and an optional shared expert that sees every token.
 
-    def __init__(self, router: Router, experts: Experts, shared: SwiGLU | None = None) -> None:
+    Args:
+        router, experts, shared: the parts.
+        capacity_factor: an expert takes at most ``ceil(capacity_factor * T * K / E)`` choices of the ``T`` valid tokens
+            of a microbatch, those of the first tokens; the others are dropped, so that their tokens lack that expert's
+            output. Negative: off, nothing is dropped. Loads and losses are those of the choices before dropping.
+
+    Attributes:
+        dropped_share: 0-dim fp64, share of the valid tokens' choices that the last forward dropped; None when off.
+
+    Raises:
+        ValueError: ``capacity_factor`` with a balancer that needs dropless dispatch.
+    """
+
+    def __init__(
+        self, router: Router, experts: Experts, shared: SwiGLU | None = None, capacity_factor: float = -1.0
+    ) -> None:
         super().__init__()
+        if capacity_factor >= 0 and router.bias is not None and router.bias.needs_dropless:
+            raise ValueError(
+                f"capacity_factor={capacity_factor} does not go with {type(router.bias).__name__}: a quantile of the "
+                "margins balances the choices of all tokens, and an expert that drops some of them is not served that "
+                "load; use capacity_factor=-1 (off) or another bias balancer"
+            )
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.capacity_factor = capacity_factor
+        self.dropped_share: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, S, D]`` to ``[B, S, D]``."""
+    def forward(self, x: Tensor, valid: Tensor | None = None, forced: Tensor | None = None) -> Tensor:
+        """``[B, S, D]`` to ``[B, S, D]``; ``valid [B, S]`` and ``forced [B*S, K]`` as in ``Router``."""
         tokens = x.flatten(0, 1)
-        routing = self.router(tokens, num_sequences=x.shape[0])
-        out = combine(self.experts, tokens, routing.experts, routing.weights)
+        routing = self.router(tokens, None if valid is None else valid.flatten(), x.shape[0], forced)
+        kept = None
+        if self.capacity_factor >= 0:
+            kept = within_capacity(routing, self.capacity_factor)
+            choices = routing.num_valid * routing.top_k
+            self.dropped_share = (choices - kept.sum()).double() / choices.clamp(min=1)
+        out = combine(self.experts, tokens, routing.experts, routing.weights, kept)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view_as(x)
 
 
-def combine(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Send ``x [T, D]`` to the ``chosen [T, K]`` experts and add up their outputs by ``weights [T, K]``."""
-    num_experts, top_k = experts.w_in.shape[0], chosen.shape[1]
-    order = chosen.flatten().argsort(stable=True)
-    counts = chosen.flatten().bincount(minlength=num_experts)
+def within_capacity(routing: Routing, capacity_factor: float) -> Tensor:
+    """Which choices their experts have room for, ``[T, K]`` bool: first come, first served; padding takes none.
+
+    >>> routing = route(torch.tensor([[2.0, 0.0], [3.0, 0.0], [0.0, 1.0], [1.0, 0.0]]), None, 1)
+    >>> within_capacity(routing, 1.0).flatten().tolist()
+    [True, True, True, False]
+    """
+    num_experts = routing.num_experts
+    chosen = routing.experts
+    if routing.valid is not None:
+        # an expert of its own, which has no room
+        chosen = chosen.where(routing.valid[:, None], num_experts)
+    chosen = chosen.flatten()
+    order = chosen.argsort(stable=True)
+    counts = chosen.bincount(minlength=num_experts + 1)
+    first = counts.cumsum(0) - counts
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device) - first[chosen[order]]
+    room = (routing.num_valid.double() * routing.top_k * capacity_factor / num_experts).ceil()
+    return ((place < room) & (chosen < num_experts)).view_as(routing.experts)
+
+
+def combine(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Send ``x [T, D]`` to the ``chosen [T, K]`` experts and add up their outputs by ``weights [T, K]``.
+
+    Choices that are not ``kept [T, K]`` are dropped: they are not sent and add nothing.
+    """
+    top_k = chosen.shape[1]
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    if kept is not None:
+        order = order[kept.flatten()[order]]
+        flat = flat[order]
+    counts = flat.bincount(minlength=experts.num_experts)
     # copies first, then permutations: no two gradients are added in an order that is left open
     copies = x[:, None].expand(-1, top_k, -1).flatten(0, 1)
-    y = experts(copies.index_select(0, order), counts)
-    y_TKD = y.index_select(0, order.argsort()).unflatten(0, (-1, top_k))
+    rows = copies.index_select(0, order)
+    y = experts(rows, counts) if experts.group is None else run_sharded(experts, rows, counts, experts.group)
+    if kept is None:
+        y_TKD = y.index_select(0, order.argsort()).unflatten(0, (-1, top_k))
+    else:
+        y_TKD = y.new_zeros(copies.shape).index_copy(0, order, y).unflatten(0, (-1, top_k))
     return (y_TKD * weights[..., None].to(y.dtype)).sum(1)

@@ -7,21 +7,19 @@ import math
 import shutil
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..balancers import reset_balancers, update_balancers
+from ..balancers import check_replicas, reset_balancers, update_balancers
 from . import build
 from .checkpoint import load_checkpoint, save_checkpoint
 from .measure import Meter
-from .model import Model
 from .moe import check_routers
-from .parallel import Ranks, join_ranks
+from .parallel import ParallelConfig, Ranks, clip_gradients, join_ranks, synchronising, wrap
 from .runs import load_config, write_environment, write_json
 from .tracker import Tracker
 
@@ -36,11 +34,12 @@ def main(run_folder: str) -> None:
     """
     folder = Path(run_folder)
     config = load_config(folder)
-    with join_ranks(config["parallel"]) as ranks:
-        train(folder, config, ranks)
+    parallel = build.make_parallel(config)
+    with join_ranks(parallel) as ranks:
+        train(folder, config, parallel, ranks)
 
 
-def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
+def train(folder: Path, config: dict[str, Any], parallel: ParallelConfig, ranks: Ranks) -> None:
     """The run, on this rank."""
     data, optim = config["data"], config["optim"]
     accumulation = data["microbatches"] // ranks.world_size
@@ -50,24 +49,29 @@ def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
     model = build.make_model(config)
     model.init_weights(torch.Generator().manual_seed(config["seed"]))
     model.to(ranks.device)
-    routers = list(model.routers())
+    moe_layers, routers = list(model.layers()), list(model.routers())
     for router in routers:
         router.loss_scale = 1 / accumulation
         if router.bias is not None:
             router.bias.reserve(tokens_per_step // ranks.world_size)
+        if router.gradient is not None:
+            router.gradient.token_shards = ranks.token_shards
+    model.set_recompute(parallel.recompute)
+    experts = [layer.experts for layer in moe_layers]
+    replica = wrap(model, ranks, parallel.strategy, units=list(model.blocks), experts=experts)
     optimizer = build.make_optimizer(config, model)
     position = load_checkpoint(folder / "checkpoints", model, optimizer) or {"step": 0, "tokens": 0, "skipped": 0}
-    replica = ranks.wrap(model)
-    precision = build.PRECISIONS[config["parallel"]["precision"]]
-    autocast = torch.autocast(ranks.device.type, dtype=precision, enabled=precision != torch.float32)
+    check_replicas(model, ranks.token_shards)
+    autocast = torch.autocast(ranks.device.type, dtype=parallel.dtype, enabled=parallel.dtype != torch.float32)
 
     tracker = Tracker(folder, config, position["step"]) if ranks.first else None
     if ranks.first:
         parameters = model.count_parameters()
-        facts = {"world_size": ranks.world_size, "backend": torch.distributed.get_backend(), "data": corpus.facts}
+        facts = {"world_size": ranks.world_size, "mesh": ranks.axes, "backend": torch.distributed.get_backend()}
+        facts |= {"data": corpus.facts}
         write_environment(folder, **facts, parameters=parameters)
         print(f"{parameters['total']:,} parameters, {parameters['active']:,} active for a token")
-    meter = Meter(routers, ranks)
+    meter = Meter(moe_layers, ranks)
 
     while position["step"] < optim["steps"]:
         started = time.perf_counter()
@@ -77,14 +81,13 @@ def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
             group["lr"] = rate
         for index in range(accumulation):
             tokens = batches.microbatch(step, ranks.rank * accumulation + index).to(ranks.device)
-            # gradients are averaged over ranks once, with the last microbatch
-            with nullcontext() if index + 1 == accumulation else replica.no_sync():
+            with synchronising(replica, last=index + 1 == accumulation):
                 with autocast:
                     loss = language_loss(replica(tokens[:, :-1]), tokens)
                 (loss / accumulation).backward()
             meter.add(loss)
         check_routers(routers)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim["clip"])
+        norm = clip_gradients(model.parameters(), optim["clip"])
         if torch.isfinite(norm):
             update_balancers(model, ranks.token_shards)
             optimizer.step()
@@ -121,26 +124,31 @@ def train(folder: Path, config: dict[str, Any], ranks: Ranks) -> None:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def language_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean nats per token: ``logits [B, S, V]`` against ``tokens [B, S+1]`` shifted by one."""
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+def language_loss(logits: Tensor, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Mean nats per token: ``logits [B, S, V]`` against ``tokens [B, S+1]`` shifted by one.
+
+    Over the positions that are ``valid [B, S]``: True where both the token and its target are real.
+    """
+    if valid is None:
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    return F.cross_entropy(logits[valid].float(), tokens[:, 1:][valid])
 
 
 @torch.no_grad()
-def validation_loss(model: Model, sequences: Tensor, batch: int, ranks: Ranks, autocast: torch.autocast) -> float:
+def validation_loss(replica: nn.Module, sequences: Tensor, batch: int, ranks: Ranks, autocast: torch.autocast) -> float:
     """Mean nats per token over the validation ``sequences [N, S+1]``, which are shared out over ranks."""
-    model.eval()
+    replica.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-    for part in sequences[ranks.rank :: ranks.world_size].split(batch):
-        # with fewer sequences than ranks, the split of nothing is one empty part
-        if not len(part):
-            continue
-        tokens = part.to(ranks.device)
+    mine = sequences[ranks.rank :: ranks.world_size]
+    # the ranks gather parameters and exchange tokens together, so each makes as many forwards
+    for start in range(0, -(-len(sequences) // ranks.world_size), batch):
+        part = mine[start : start + batch]
+        tokens = (part if len(part) else sequences[:1]).to(ranks.device)
         with autocast:
-            loss = language_loss(model(tokens[:, :-1]), tokens)
-        count = tokens[:, 1:].numel()
+            loss = language_loss(replica(tokens[:, :-1]), tokens)
+        count = part[:, 1:].numel()
         totals += torch.stack([loss.double() * count, totals.new_tensor(count)])
-    model.train()
+    replica.train()
     ranks.sum(totals)
     return (totals[0] / totals[1]).item()
 

@@ -4,12 +4,61 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..checks import check_choice, check_whole
+from .mesh import AXES, make_mesh, token_shards
+
+STRATEGIES = ("ddp", "fsdp")
+RECOMPUTE = ("none", "selective", "full")
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks share the work; the keys of the Hydra group ``parallel``.
+
+    Raises:
+        ValueError: an unknown choice, or sizes that do not fit each other.
+    """
+
+    strategy: str
+    ranks: int
+    precision: str = "fp32"
+    recompute: str = "none"
+    dp_replicate: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice("parallel.strategy", self.strategy, STRATEGIES)
+        check_choice("parallel.precision", self.precision, PRECISIONS)
+        check_choice("parallel.recompute", self.recompute, RECOMPUTE)
+        for name in ("ranks", "dp_replicate", "ep"):
+            check_whole(f"parallel.{name}", getattr(self, name))
+        if self.strategy == "ddp" and (self.dp_replicate, self.ep) != (1, 1):
+            raise ValueError(
+                "with parallel.strategy=ddp every rank holds the whole model; for "
+                f"parallel.dp_replicate={self.dp_replicate} and parallel.ep={self.ep} choose parallel=fsdp"
+            )
+        if self.ranks % (self.dp_replicate * self.ep):
+            raise ValueError(
+                f"parallel.dp_replicate * parallel.ep must divide parallel.ranks, "
+                f"got {self.dp_replicate} * {self.ep} and {self.ranks} ranks"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What autocast computes in."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def dp_shard(self) -> int:
+        """Ranks over which the parameters that no other axis splits are sharded."""
+        return 1 if self.strategy == "ddp" else self.ranks // (self.dp_replicate * self.ep)
 
 
 @dataclass(frozen=True)
@@ -19,7 +68,13 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    token_shards: dist.ProcessGroup | None
+    mesh: DeviceMesh
+    token_shards: dist.ProcessGroup
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh by axis."""
+        return {axis: self.mesh.size(index) for index, axis in enumerate(AXES)}
 
     @property
     def first(self) -> bool:
@@ -36,16 +91,9 @@ class Ranks:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
-    def wrap(self, model: nn.Module) -> DistributedDataParallel:
-        """Data parallelism: gradients are averaged over ranks."""
-        devices = [self.device.index] if self.device.type == "cuda" else None
-        # looking for unused parameters keeps DDP from rebuilding its buckets after the first backward of a process: a
-        # resumed run then adds gradients up in the same order as one that was not cut
-        return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
-
 
 @contextmanager
-def join_ranks(parallel: dict[str, Any]) -> Iterator[Ranks]:
+def join_ranks(parallel: ParallelConfig) -> Iterator[Ranks]:
     """Join the process group under torchrun (or the launcher, which sets the same variables) and leave it in the end.
 
     Raises:
@@ -54,8 +102,8 @@ def join_ranks(parallel: dict[str, Any]) -> Iterator[Ranks]:
     if "RANK" not in os.environ:
         raise ValueError("a rank is started by `equipoise` or by torchrun, which set RANK; it is not set")
     rank, world_size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if world_size != parallel["ranks"]:
-        raise ValueError(f"parallel.ranks is {parallel['ranks']}, but torchrun has started {world_size} ranks")
+    if world_size != parallel.ranks:
+        raise ValueError(f"parallel.ranks is {parallel.ranks}, but torchrun has started {world_size} ranks")
     if torch.cuda.is_available():
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
@@ -66,6 +114,8 @@ def join_ranks(parallel: dict[str, Any]) -> Iterator[Ranks]:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         dist.init_process_group("gloo")
     try:
-        yield Ranks(rank, world_size, device, dist.group.WORLD)
+        replicas = world_size if parallel.strategy == "ddp" else parallel.dp_replicate
+        mesh = make_mesh(device.type, dp_replicate=replicas, dp_shard=parallel.dp_shard, ep=parallel.ep)
+        yield Ranks(rank, world_size, device, mesh, token_shards(mesh))
     finally:
         dist.destroy_process_group()

@@ -19,6 +19,9 @@ def names(group):
 
 
 def resolved(*overrides):
+    # as the launcher settles it
+    if not any(override.startswith("parallel.ranks=") for override in overrides):
+        overrides = (*overrides, "parallel.ranks=2")
     with initialize_config_module("equipoise.configs", version_base="1.3"):
         return OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True, throw_on_missing=True)
 
@@ -88,6 +91,15 @@ def test_every_option_of_a_group_passes_the_check(group):
         (["balancer.bias.frozen=maybe"], "balancer.bias: frozen must be true or false, got 'maybe'"),
         (["balancer=lei", "balancer.gradient.eta=abc"], "balancer.gradient: .*given: .*'eta': 'abc'"),
         (["validation.every=0"], "validation.every must be a positive whole number, got 0"),
+        (["parallel.strategy=zero"], "parallel.strategy must be one of ddp, fsdp, got 'zero'"),
+        (["parallel.recompute=some"], "parallel.recompute must be one of none, selective, full, got 'some'"),
+        (["+parallel.ep=2"], "parallel.strategy=ddp every rank holds the whole model.*ep=2"),
+        (["parallel=ep", "parallel.ranks=3"], r"must divide parallel.ranks, got 1 \* 2 and 3 ranks"),
+        (["parallel=fsdp", "parallel.dp_replicate=0"], "parallel.dp_replicate must be a positive whole number, got 0"),
+        (["parallel=ep", "parallel.ep=3", "parallel.ranks=3"], "parallel.ep must divide model.num_experts=32, got 3"),
+        (["parallel=fsdp", "parallel.ranks=5"], "expected a divisor of model.width=64"),
+        (["+parallel.pp=2"], "parallel: got an unexpected keyword argument 'pp'"),
+        (["balancer=eqb", "model.capacity_factor=1.25"], "capacity_factor=1.25 does not go with ExactQB: a quantile"),
         (["parallel.precision=fp8"], "parallel.precision must be one of fp32, bf16, got 'fp8'"),
         (["tracker.mode=maybe"], "tracker.mode must be one of offline, online, none, got 'maybe'"),
         (["data.source=null"], "data.source must be a section with a _target_ .*, got None"),
@@ -114,7 +126,7 @@ def test_the_bias_is_in_no_optimizer_group():
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     assert held == {id(parameter) for parameter in model.parameters()}
     assert not any(id(router.bias.bias) in held for router in model.routers())
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
 
 
 def test_learning_rate_schedules():

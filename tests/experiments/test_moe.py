@@ -4,8 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from equipoise.balancers import ExactQB, GShard, HistogramQB, update_balancers
-from equipoise.experiments.moe import Experts, MoE, Router, SwiGLU, _grouped, _looped, combine, z_loss
+from equipoise.balancers import LEI, ExactQB, GShard, HistogramQB, RankAveragedQB, SignedCount, update_balancers
+from equipoise.experiments.moe import (
+    Experts,
+    MoE,
+    Router,
+    SwiGLU,
+    _grouped,
+    _looped,
+    combine,
+    within_capacity,
+    z_loss,
+)
 
 WIDTH, NUM_EXPERTS, TOP_K = 16, 8, 2
 
@@ -176,3 +186,89 @@ def test_balancers_copy_with_the_module():
     assert twin.bias.bias.abs().sum() > 0
     assert router.bias.bias.abs().sum() == 0
     assert int(router.bias.store.filled) > 0
+
+
+@pytest.mark.parametrize("capacity_factor", [0.25, 1.0, 1.5, 8.0])
+def test_capacity_keeps_the_first_tokens_of_every_expert(capacity_factor):
+    routing = make_router()(tokens(37))
+    kept = within_capacity(routing, capacity_factor)
+    room = -(-int(37 * TOP_K * capacity_factor * 100) // (NUM_EXPERTS * 100))
+    taken = [0] * NUM_EXPERTS
+    for token in range(37):
+        for place, expert in enumerate(routing.experts[token].tolist()):
+            assert kept[token, place] == (taken[expert] < room)
+            taken[expert] += 1
+    assert kept.all() == (capacity_factor > 1)
+
+
+def test_capacity_drops_and_counts_what_has_no_room():
+    x = tokens()
+    moe = MoE(make_router(bias=SignedCount(NUM_EXPERTS, TOP_K)), make_experts(), capacity_factor=0.5)
+    out = moe(x[None])
+    routing = moe.router.last
+    kept = within_capacity(routing, 0.5)
+    assert 0 < kept.sum() < kept.numel()
+    assert moe.dropped_share == 1 - kept.double().mean()
+    expected = combine(moe.experts, x, routing.experts, routing.weights * kept)
+    torch.testing.assert_close(out[0], expected)
+    # the load that the balancer sees is that of the choices
+    assert moe.router.bias.load.sum() == 40 * TOP_K
+    out.square().sum().backward()
+    assert moe.experts.w_in.grad.isfinite().all()
+
+
+def test_dropless_by_default_and_when_negative():
+    x = tokens()[None]
+    plain = MoE(make_router(), make_experts())
+    off = MoE(make_router(), make_experts(), capacity_factor=-0.3)
+    wide = MoE(make_router(), make_experts(), capacity_factor=float(NUM_EXPERTS))
+    assert torch.equal(plain(x), off(x))
+    assert plain.dropped_share is off.dropped_share is None
+    torch.testing.assert_close(wide(x), plain(x))
+    assert wide.dropped_share == 0
+
+
+def test_s4_padding_takes_no_capacity():
+    x = tokens(24)
+    valid = torch.arange(24) % 3 != 1
+    parts = make_router(), make_experts()
+    padded, real = MoE(*parts, capacity_factor=0.8), MoE(*parts, capacity_factor=0.8)
+    out, expected = padded(x[None], valid[None])[0], real(x[valid][None])[0]
+    torch.testing.assert_close(out[valid], expected)
+    assert padded.dropped_share == real.dropped_share > 0
+    assert not out[~valid].any()
+
+
+@pytest.mark.parametrize("kind", [ExactQB, HistogramQB, RankAveragedQB])
+def test_capacity_with_a_quantile_balancer_is_refused_with_the_reason(kind):
+    router = make_router(bias=kind(NUM_EXPERTS, TOP_K))
+    with pytest.raises(ValueError, match=rf"capacity_factor=1.5 does not go with {kind.__name__}: a quantile .* drops"):
+        MoE(router, make_experts(), capacity_factor=1.5)
+    MoE(router, make_experts(), capacity_factor=-1.0)
+
+
+@pytest.mark.parametrize("kind", [ExactQB, HistogramQB, RankAveragedQB, SignedCount])
+@pytest.mark.parametrize("gradient", [GShard, LEI])
+def test_s11_replayed_experts_freeze_the_balancers_and_keep_the_gradient_of_the_loss(kind, gradient):
+    x = tokens()
+    plain = make_router()
+    expected = plain(x)
+    expected.weights.square().sum().backward()
+    router = make_router(bias=kind(NUM_EXPERTS, TOP_K), gradient=gradient(NUM_EXPERTS, TOP_K))
+    with pytest.warns(UserWarning, match="frozen while routing is forced") as warned:
+        routing = router(x, forced=expected.experts)
+    assert sorted(str(each.message).split()[0] for each in warned) == sorted([kind.__name__, gradient.__name__])
+    assert torch.equal(routing.weights, expected.weights)
+    assert torch.equal(routing.load, expected.load)
+    routing.weights.square().sum().backward()
+    torch.testing.assert_close(router.weight.grad, plain.weight.grad, rtol=1e-6, atol=1e-8)
+    update_balancers(router)
+    assert not router.bias.bias.any()
+
+
+def test_forced_experts_of_another_number_are_refused_with_the_layer():
+    router = make_router(name="router of layer 3")
+    with pytest.raises(ValueError, match=r"router of layer 3: forced must have 2 experts a token, got \(40, 3\)"):
+        router(tokens(), forced=torch.zeros(40, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"router of layer 3: experts must be distinct"):
+        router(tokens(), forced=torch.zeros(40, 2, dtype=torch.int64))

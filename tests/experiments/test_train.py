@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from equipoise.experiments import moe, train
 from equipoise.experiments.build import make_model
 from equipoise.experiments.measure import Meter
-from equipoise.experiments.parallel import Ranks, join_ranks
+from equipoise.experiments.parallel import ParallelConfig, Ranks, join_ranks
 from equipoise.experiments.tracker import Tracker
 from equipoise.kernels import route
 
@@ -117,6 +117,42 @@ def test_resume_gives_the_bits_of_a_run_that_was_not_cut(two_ranks, tmp_path):
     assert timeless(cut) == timeless(two_ranks)
     both = [pd.read_parquet(folder / "load.parquet") for folder in (cut, two_ranks)]
     pd.testing.assert_frame_equal(*both)
+
+
+SHARDED = {
+    "fsdp": ["parallel=fsdp", "parallel.recompute=full"],
+    "ep": ["parallel=ep", "parallel.recompute=selective"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SHARDED)
+def test_e11_sharded_runs_take_the_steps_of_replicas_and_resume_to_the_same_bits(two_ranks, tmp_path, layout):
+    folder = write_run(tmp_path / "run", "balancer=eqb_lei", *SHARDED[layout])
+    result = torchrun(folder)
+    assert result.returncode == 0, result.stderr
+    for sharded, replicated in zip(rows(folder)[:6], rows(two_ranks), strict=False):
+        for name in ("loss", "grad_norm", "bias_norm", "global_maxvio", "local_maxvio", "intervention"):
+            assert sharded[name] == pytest.approx(replicated[name], rel=1e-3), name
+    assert rows(folder)[5]["val_loss"] == pytest.approx(rows(two_ranks)[5]["val_loss"], rel=1e-4)
+    axes = json.loads((folder / "environment.json").read_text())["mesh"]
+    assert axes == {"dp_replicate": 1, "dp_shard": 1, "ep": 1, "cp": 1, "tp": 1} | (
+        {"ep": 2} if layout == "ep" else {"dp_shard": 2}
+    )
+    whole = timeless(folder)
+    # as if it had been killed after step 11: the checkpoint of step 8 is the last
+    (folder / "summary.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-12")
+    result = torchrun(folder)
+    assert result.returncode == 0, result.stderr
+    assert timeless(folder) == whole
+
+
+def test_experts_that_drop_report_the_share(tmp_path, alone):
+    options = ["balancer=signed_count", "model.capacity_factor=1.0", "optim.steps=2"]
+    folder = write_run(tmp_path / "run", *options, ranks=1)
+    train.main(str(folder))
+    assert 0 < rows(folder)[0]["dropped_share"] < 1
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(two_ranks, tmp_path):
@@ -237,8 +273,8 @@ def test_local_and_global_maxvio_of_the_worked_cells(alone):
     model.init_weights(torch.Generator().manual_seed(0))
     model(torch.zeros(1, 6, dtype=torch.long))
     routers = list(model.routers())
-    with join_ranks({"ranks": 1}) as ranks:
-        meter = Meter(routers, ranks)
+    with join_ranks(ParallelConfig("ddp", ranks=1)) as ranks:
+        meter = Meter(list(model.layers()), ranks)
         for cell in range(4):
             load = torch.zeros(4, dtype=torch.int32)
             load[cell] = 6
@@ -312,7 +348,7 @@ def test_the_triton_kernels_train_to_the_same_experts_and_biases(
 
 
 def test_ranks_describe_themselves(alone):
-    with join_ranks({"ranks": 1}) as ranks:
+    with join_ranks(ParallelConfig("ddp", ranks=1)) as ranks:
         assert isinstance(ranks, Ranks)
         assert ranks.first
         assert ranks.sum(torch.tensor([2.0])).item() == 2.0
