@@ -1,7 +1,4 @@
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -28,14 +25,3 @@ def feed() -> Feed:
         return routing
 
     return forward
-
-
-@pytest.fixture(scope="session")
-def gloo_worker() -> ModuleType:
-    """The script that every rank of a process group runs; loaded by path, as tests are no package."""
-    spec = importlib.util.spec_from_file_location("gloo_worker", Path(__file__).with_name("gloo_worker.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

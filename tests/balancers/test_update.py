@@ -1,13 +1,13 @@
-"""The drivers of the coroutines: lockstep, stacking, virtual ranks, and four real gloo ranks."""
+"""The drivers of the coroutines: lockstep, stacking, virtual ranks, and eight real gloo ranks."""
 
-import subprocess
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from ranks import updates
+from ranks.collectives import ALL_REDUCE
+from ranks.contract import BIAS
 from torch import Tensor, nn
 
 from equipoise.balancers import (
@@ -146,81 +146,90 @@ def test_only_bias_balancers_have_virtual_ranks() -> None:
         simulate_ranks([[LEI(8, 2)]])  # type: ignore[list-item]
 
 
-@pytest.fixture(scope="module")
-def gloo(gloo_worker: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every rank found."""
-    folder = tmp_path_factory.mktemp("gloo")
-    command = [sys.executable, str(gloo_worker.__file__), str(folder)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(gloo_worker.WORLD_SIZE)]
+every_group_size = pytest.mark.parametrize("size", updates.GROUPS)
 
 
-@pytest.mark.parametrize(("name", "groups"), [("pair", [[0, 1], [2, 3]]), ("all", [[0, 1, 2, 3]])])
-def test_real_ranks_update_as_virtual_ones(
-    gloo: list[dict[str, Any]], gloo_worker: ModuleType, name: str, groups: list[list[int]]
-) -> None:
-    for members in groups:
-        virtual = [gloo_worker.build_layers() for _ in members]
+@every_group_size
+def test_real_ranks_update_as_virtual_ones(size: int, eight_ranks: Any) -> None:
+    found = [rank[size]["biases"] for rank in eight_ranks("updates")]
+    for members in updates.GROUPS[size]:
+        virtual = [updates.build_layers() for _ in members]
         for step in range(2):
             for layers, rank in zip(virtual, members, strict=True):
-                gloo_worker.feed(layers, rank, step)
+                updates.feed(layers, rank, step)
             simulate_ranks(virtual)
             expected = [layer.bias for layer in virtual[0]]
             for rank in members:
-                found = gloo[rank][name]["biases"][step]
-                assert all(torch.equal(*pair) for pair in zip(found[:-1], expected[:-1], strict=True))
+                assert all(torch.equal(*pair) for pair in zip(found[rank][step][:-1], expected[:-1], strict=True))
                 # a sum of floats: its order is the backend's
-                torch.testing.assert_close(found[-1], expected[-1], rtol=0, atol=1e-6)
+                torch.testing.assert_close(found[rank][step][-1], expected[-1], rtol=0, atol=1e-6)
             assert [bool(bias.any()) for bias in expected] == [True, True, True, True, False, True]
 
 
-@pytest.mark.parametrize(("name", "groups"), [("pair", [[0, 1], [2, 3]]), ("all", [[0, 1, 2, 3]])])
-def test_all_ranks_have_the_identical_bias(gloo: list[dict[str, Any]], name: str, groups: list[list[int]]) -> None:
-    for members in groups:
+@every_group_size
+def test_all_ranks_have_the_identical_bias(size: int, eight_ranks: Any) -> None:
+    found = [rank[size]["biases"] for rank in eight_ranks("updates")]
+    for members in updates.GROUPS[size]:
         for step in range(2):
-            first, *others = [gloo[rank][name]["biases"][step] for rank in members]
+            first, *others = [found[rank][step] for rank in members]
             for other in others:
                 assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
-    assert not torch.equal(gloo[0]["pair"]["biases"][0][0], gloo[2]["pair"]["biases"][0][0])
+    if size < 8:
+        assert not torch.equal(found[0][0][0], found[size][0][0])
 
 
-@pytest.mark.parametrize("name", ["pair", "all"])
-def test_one_collective_per_round_and_dtype(gloo: list[dict[str, Any]], name: str) -> None:
+@every_group_size
+def test_one_collective_per_round_and_dtype(size: int, eight_ranks: Any) -> None:
     exact, histogram, signed, averaged = 7 * 256, 7 * (50 + 1), 7, 7 + 1
     expected = [
-        ("torch.int32", exact + histogram + exact + signed),
-        ("torch.float32", averaged),
-        ("torch.int32", exact + exact),
-        ("torch.int32", exact),
-        ("torch.int32", exact),
+        (ALL_REDUCE, "torch.int32", exact + histogram + exact + signed),
+        (ALL_REDUCE, "torch.float32", averaged),
+        (ALL_REDUCE, "torch.int32", exact + exact),
+        (ALL_REDUCE, "torch.int32", exact),
+        (ALL_REDUCE, "torch.int32", exact),
     ]
-    assert all(rank[name]["calls"] == expected for rank in gloo)
+    assert all(rank[size]["calls"] == expected for rank in eight_ranks("updates"))
 
 
-@pytest.mark.parametrize("name", ["replicated_pair", "replicated_all"])
-def test_g1_global_loss_on_replicated_input_is_the_local_one(gloo: list[dict[str, Any]], name: str) -> None:
-    for rank in gloo:
-        for local, pooled in zip(rank[name]["microbatch"], rank[name]["global"], strict=True):
-            assert local.dtype == torch.float64
-            assert local.any()
-            assert torch.equal(local, pooled)
-
-
-def test_g4_global_loss_sums_the_loads_and_keeps_the_local_ones(gloo: list[dict[str, Any]]) -> None:
-    found = [rank["sharded_loss"] for rank in gloo]
+def test_g4_global_loss_sums_the_loads_and_keeps_the_local_ones(eight_ranks: Any) -> None:
+    found = eight_ranks("global_loss")
     pooled = torch.stack([rank["local_load"] for rank in found]).sum(0).double()
     for rank in found:
         assert torch.equal(rank["step_load"], rank["local_load"].long())
         assert rank["finite"]
-    for rank in found[:3]:
+    for rank in found[:7]:
         expected = (pooled / pooled.mean() * rank["mean_shares"]).sum()
         torch.testing.assert_close(rank["value"], expected, rtol=1e-12, atol=0)
     # the rank of padding joined the collective and added nothing
-    assert not found[3]["local_load"].any()
+    assert not found[7]["local_load"].any()
 
 
-def test_s6_every_token_is_counted_once(gloo: list[dict[str, Any]], gloo_worker: ModuleType) -> None:
-    numbers = [len(gloo_worker.tokens(rank, 0)) for rank in range(4)]
-    for rank, number in zip(gloo, numbers, strict=True):
-        assert rank["counts"] == {"replicated": 7 * numbers[0], "sharded": 7 * sum(numbers), "own": 7 * number}
+@pytest.mark.parametrize("row", BIAS, ids=lambda row: row.name)
+def test_s7_stage_without_layers_does_not_hang_the_others(row: Any, eight_ranks: Any) -> None:
+    """Layers [on, off, on] on five ranks, a pipeline stage without any on three."""
+    found = eight_ranks("stages")
+    members = updates.STAGES["with_layers"]
+    virtual = [updates.build_stage(row) for _ in members]
+    for layers, rank in zip(virtual, members, strict=True):
+        updates.feed(layers, rank, 0)
+    simulate_ranks(virtual)
+    for rank in members:
+        on, off, last = found[rank][row.name]
+        for bias in (on, last):
+            # a sum of floats: its order is the backend's
+            torch.testing.assert_close(bias, virtual[0][0].bias, rtol=0, atol=0 if row.splits == "ranks" else 1e-6)
+        assert on.any()
+        assert not off.any()
+    assert all(found[rank] == {} for rank in updates.STAGES["without_layers"])
+
+
+@pytest.mark.parametrize("how", updates.DIFFERENCES)
+def test_s7_ranks_with_other_layers_are_refused_on_all_ranks(how: str, eight_ranks: Any) -> None:
+    errors = {rank[how] for rank in eight_ranks("replicas")}
+    if how == "none":
+        assert errors == {None}
+    else:
+        (error,) = errors
+        assert error is not None
+        assert error.startswith("every rank must have the same balancers")
+        assert error.endswith("[3]")

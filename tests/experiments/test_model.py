@@ -188,6 +188,22 @@ def test_s4_padding_of_sequences_equals_their_real_tokens_alone(bias, gradient):
 
 
 @pytest.mark.parametrize(("bias", "gradient"), PAIRS)
+def test_s8_a_microbatch_of_padding_alone_gives_zeros(bias, gradient):
+    tokens = text()
+
+    def nothing(model):
+        valid = torch.zeros(2, 9, dtype=torch.bool)
+        loss = language_loss(model(tokens[:, :-1], valid), tokens, valid)
+        assert loss == 0
+        loss.backward()
+
+    gradients, seen, biases = state_after(build(bias, gradient), nothing)
+    assert not any(each.any() for each in gradients.values())
+    assert not any(layer["load"].any() for layer in seen)
+    assert not any(each.any() for each in biases)
+
+
+@pytest.mark.parametrize(("bias", "gradient"), PAIRS)
 def test_g10_the_logged_loss_holds_no_auxiliary_loss(bias, gradient):
     tokens = text()
     losses = [language_loss(build(*slots)(tokens[:, :-1]), tokens) for slots in ((None, None), (bias, gradient))]
