@@ -127,11 +127,12 @@ def train(folder: Path, config: dict[str, Any], parallel: ParallelConfig, ranks:
 def language_loss(logits: Tensor, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
     """Mean nats per token: ``logits [B, S, V]`` against ``tokens [B, S+1]`` shifted by one.
 
-    Over the positions that are ``valid [B, S]``: True where both the token and its target are real.
+    Over the positions that are ``valid [B, S]``: True where both the token and its target are real. 0 if there is none.
     """
     if valid is None:
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-    return F.cross_entropy(logits[valid].float(), tokens[:, 1:][valid])
+    losses = F.cross_entropy(logits[valid].float(), tokens[:, 1:][valid], reduction="sum")
+    return losses / valid.sum().clamp(min=1)
 
 
 @torch.no_grad()
