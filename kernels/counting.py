@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 def uniform_counts(margins: Tensor, lower: Tensor, upper: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
     """Count every column into equal bins between ``lower`` and ``upper``; what lies outside is in the outermost bin.
 
-    The bin is ``floor((margin - lower) * (B / (upper - lower)))``.
+    The bin is ``floor((margin - lower) * (1 / (upper - lower) * B))``, the factor rounded to fp32 after each operation.
 
     Args:
         margins: ``[T, E]`` floating point, no NaN; ``T`` may be 0.

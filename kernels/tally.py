@@ -25,7 +25,7 @@ class Tally(Protocol):
 class UniformTally:
     """Equal bins between ``lower`` and ``upper``; a margin outside is counted in the outermost bin and in ``clamped``.
 
-    The bin is ``floor((margin - lower) * (B / (upper - lower)))``: the multiply form in every backend, since the
+    The bin is ``floor((margin - lower) * (1 / (upper - lower) * B))``: the multiply form in every backend, since the
     divide form moves the point mass at zero by one bin.
 
     Args:
