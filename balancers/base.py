@@ -3,6 +3,7 @@
 ``T`` tokens, ``E`` experts, ``K`` experts a token.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any
@@ -85,9 +86,9 @@ class Balancer(FixedDtype):
         A forward inside a backward pass is a recomputation (activation checkpointing). The non-reentrant kind has
         counted in its first forward; the re-entrant kind ran that one without gradients, and counts in its first
         recomputation with gradients. However they are nested, and however often ``backward`` runs, each counts once.
-        The limit: a layer must not run both under re-entrant checkpointing and without it in one step, else what is
-        under it is not counted; and a second ``backward`` through re-entrant checkpointing must follow the first before
-        that of another microbatch.
+        The limits of re-entrant checkpointing: a layer must not run both under it and without it in one step, else
+        what is under it is not counted; a second ``backward`` through it must follow the first before that of another
+        microbatch; and it counts twice after a forward of the same step in training mode without gradients.
         """
         if not (self.training and torch.is_grad_enabled()):
             return False
@@ -299,7 +300,8 @@ class GradientBalancer(Balancer):
         microbatch_shards: process group of the ranks that share out the tokens of one microbatch (context parallel,
             tensor parallel with sequence parallelism); None: this rank holds all of it. Its ranks run the same
             training forwards, and their load is summed in each.
-        last_value: coefficient-free value of the last microbatch for the log, or None.
+        last_value: coefficient-free value of the last microbatch for the log, or None. A mean over tokens: where ranks
+            hold different numbers of valid tokens, its mean over them is weighed by these.
     """
 
     def __init__(self, num_experts: int, top_k: int) -> None:
@@ -309,6 +311,19 @@ class GradientBalancer(Balancer):
         self.microbatch_shards: dist.ProcessGroup | None = None
         self.last_value: Tensor | None = None
         self.pooled_load: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GradientBalancer":
+        """A copy, for a teacher or an average of weights, in the same process groups, which cannot be copied."""
+        memo |= {id(group): group for group in (self.token_shards, self.microbatch_shards)}
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def reset(self) -> None:
+        """Drop what was seen since the last update; all addresses stay."""
+        super().reset()
+        self.pooled_load = None
 
     def injection(self, routing: Routing) -> Tensor | None:
         """Hook: ``[E]``, added to the loss gradient of every valid token's unbiased score."""

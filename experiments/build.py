@@ -71,6 +71,8 @@ def _section(kind: Callable[..., Any], config: dict[str, Any], name: str) -> Any
 
 
 def _check_shards(model: dict[str, Any], parallel: ParallelConfig) -> None:
+    if model["num_dense_layers"] == model["num_layers"]:
+        return
     if model["num_experts"] % parallel.ep:
         raise ValueError(f"parallel.ep must divide model.num_experts={model['num_experts']}, got {parallel.ep}")
     for name in ("width", "expert_width"):

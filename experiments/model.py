@@ -127,10 +127,6 @@ SAVED = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 
-# FSDP marks its work for the profiler, in a forward at other places than when that is computed again
-SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
-SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
-
 
 class Block(nn.Module):
     """Pre-norm attention, then a dense or mixture-of-experts feed-forward layer.
@@ -246,6 +242,10 @@ class Model(nn.Module):
 
     def set_recompute(self, how: str) -> None:
         """Activation checkpointing in all blocks: see ``Block.recompute``."""
+        if how == "selective":
+            # an FSDP unit inside marks its work for the profiler, in a recomputation at other places (torch 2.13)
+            SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_enter_new.default)
+            SAC_IGNORED_OPS.add(torch.ops.profiler._record_function_exit._RecordFunction)
         for block in self.modules():
             if isinstance(block, Block):
                 block.recompute = how

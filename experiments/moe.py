@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class Router(nn.Module):
         name: of the layer, for error messages.
 
     Attributes:
-        loss_scale: see ``GradientBalancer.loss_scale``; holds for the z-loss too.
+        loss_scale: see ``GradientBalancer.loss_scale``, which a forward sets to this one; holds for the z-loss too.
         last: the routing of the last forward, without its graph.
         uncounted: see ``check_routers``.
     """
@@ -286,7 +287,10 @@ def within_capacity(routing: Routing, capacity_factor: float) -> Tensor:
     first = counts.cumsum(0) - counts
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device) - first[chosen[order]]
-    room = (routing.num_valid.double() * routing.top_k * capacity_factor / num_experts).ceil()
+    # as it is written: 1.1 is 11/10, and its product with a whole number is not rounded up by mistake
+    factor = Fraction(str(capacity_factor))
+    choices = routing.num_valid * routing.top_k * factor.numerator
+    room = -(-choices // (num_experts * factor.denominator))
     return ((place < room) & (chosen < num_experts)).view_as(routing.experts)
 
 

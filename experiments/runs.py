@@ -172,7 +172,10 @@ def claim(folder: Path) -> Iterator[None]:
 def write_text(path: Path, text: str) -> None:
     """Write a file at once: whoever reads ``path`` sees all of ``text`` or what was there before."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     draft.replace(path)
 
 

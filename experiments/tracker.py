@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import uuid
 from pathlib import Path
@@ -55,7 +56,8 @@ class Tracker:
             self.wandb.log(scalars | devices, step=row["step"])
 
     def flush(self) -> None:
-        """Write the loads since the last flush."""
+        """Write the loads since the last flush; the metrics are on the disk too before a checkpoint is."""
+        os.fsync(self.file.fileno())
         if self.pending:
             self.loads.mkdir(exist_ok=True)
             first, last = (self.pending[index]["step"][0].as_py() for index in (0, -1))

@@ -128,7 +128,12 @@ def language_loss(logits: Tensor, tokens: Tensor, valid: Tensor | None = None) -
     """Mean nats per token: ``logits [B, S, V]`` against ``tokens [B, S+1]`` shifted by one.
 
     Over the positions that are ``valid [B, S]``: True where both the token and its target are real. 0 if there is none.
+
+    Raises:
+        ValueError: ``valid`` of another shape.
     """
+    if valid is not None and valid.shape != logits.shape[:2]:
+        raise ValueError(f"valid must be {list(logits.shape[:2])} as the inputs are, got {list(valid.shape)}")
     if valid is None:
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
     losses = F.cross_entropy(logits[valid].float(), tokens[:, 1:][valid], reduction="sum")

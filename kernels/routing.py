@@ -241,8 +241,9 @@ def replay(
         selection, valid, gate, normalise, scale, num_sequences: as in ``route``.
 
     Raises:
-        ValueError: as ``route``; ``experts`` of another shape or dtype, outside ``[0, E)``, or with one twice for a
-            token. Reading the values on a GPU is a synchronisation; compiled code does not.
+        ValueError: as ``route``, which on a GPU leaves NaN to ``uncounted``; ``experts`` of another shape or dtype,
+            outside ``[0, E)``, or with one twice for a token. Reading the values on a GPU is a synchronisation;
+            compiled code does not.
 
     >>> routing = replay(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([[3, 0]]))
     >>> routing.load.tolist(), routing.forced
@@ -265,8 +266,20 @@ def replay(
     load = torch.zeros(logits.shape[1], dtype=torch.int32, device=logits.device)
     load.scatter_add_(0, experts.flatten(), counted.flatten().int())
     cutoff = weights.detach().new_full((len(logits),), math.nan)
+    # where nothing was refused above, whoever looks at the routing later will see it
+    uncounted = (~logits.detach().isfinite()).any(-1).sum(dtype=torch.int32)
     return Routing(
-        experts, weights, cutoff, load, valid, logits, selection, options, num_sequences=num_sequences, forced=True
+        experts,
+        weights,
+        cutoff,
+        load,
+        valid,
+        logits,
+        selection,
+        options,
+        num_sequences,
+        uncounted=uncounted,
+        forced=True,
     )
 
 

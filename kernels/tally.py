@@ -26,7 +26,7 @@ class UniformTally:
     """Equal bins between ``lower`` and ``upper``; a margin outside is counted in the outermost bin and in ``clamped``.
 
     The bin is ``floor((margin - lower) * (1 / (upper - lower) * B))``: the multiply form in every backend, since the
-    divide form moves the point mass at zero by one bin.
+    divide form moves the point mass at zero by one bin. **Choice:** the factor is rounded to fp32 after each operation.
 
     Args:
         counts: ``[E, B]`` int32.

@@ -15,12 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from .join import Ranks
 
-# a module whose parameters are [E, ...], and which is told the group over which they are shared out
-ExpertModule = nn.Module
-
 
 def wrap(
-    model: nn.Module, ranks: Ranks, strategy: str, units: Sequence[nn.Module], experts: Sequence[ExpertModule]
+    model: nn.Module, ranks: Ranks, strategy: str, units: Sequence[nn.Module], experts: Sequence[nn.Module]
 ) -> nn.Module:
     """Data parallelism: gradients are averaged over the ranks, whichever of them hold a parameter.
 
@@ -32,13 +29,16 @@ def wrap(
         experts: modules with parameters ``[E, ...]`` and an attribute ``group``.
 
     Raises:
-        ValueError: a number of experts that the ``ep`` axis does not divide, or a width that ``dp_shard`` does not.
+        ValueError: a number of experts that the ``ep`` axis does not divide, or a width that ``dp_shard`` does not; a
+            mesh with ``cp`` or ``tp``, for which a model must be written.
     """
     if strategy == "ddp":
         devices = [ranks.device.index] if ranks.device.type == "cuda" else None
         # looking for unused parameters keeps DDP from rebuilding its buckets after the first backward of a process: a
         # resumed run then adds gradients up in the same order as one that was not cut
         return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
+    if any(ranks.mesh[axis].size() > 1 for axis in ("cp", "tp")):
+        raise ValueError(f"only the axes dp_replicate, dp_shard and ep are sharded here, got a mesh of {ranks.axes}")
     for each in experts:
         _shard_experts(each, ranks)
     dense = _dense_mesh(ranks.mesh)
@@ -55,7 +55,7 @@ def _dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, (replicate, shard * ep), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def _shard_experts(experts: ExpertModule, ranks: Ranks) -> None:
+def _shard_experts(experts: nn.Module, ranks: Ranks) -> None:
     """Experts along ``ep``, and each expert's matrices, by their rows, along ``dp_shard``."""
     mesh = ranks.mesh["ep"]
     for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -102,11 +102,10 @@ def clip_gradients(parameters: Iterable[Tensor], clip: float) -> Tensor:
     the norm, and so the same bits of what they hold replicas of.
     """
     parameters = list(parameters)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not any(isinstance(gradient, DTensor) for gradient in gradients):
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return clip_grad_norm_(parameters, clip)
-    squares = [_local_share(gradient) for gradient in gradients if isinstance(gradient, DTensor)]
-    total = torch.stack(squares).sum()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total = torch.stack([_local_share(gradient) for gradient in gradients]).sum()
     dist.all_reduce(total)
     norm = total.sqrt()
     factor = (clip / (norm + 1e-6)).clamp(max=1)
@@ -115,8 +114,9 @@ def clip_gradients(parameters: Iterable[Tensor], clip: float) -> Tensor:
     return norm
 
 
-def _local_share(gradient: DTensor) -> Tensor:
+def _local_share(gradient: Tensor) -> Tensor:
     """What this rank adds to the square of the norm, 0-dim fp64: replicas of a shard share it."""
+    assert isinstance(gradient, DTensor), "a parameter that is not sharded, among some that are"
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     replicas = math.prod(size for size, placement in sizes if placement.is_replicate())
     return gradient.to_local().norm().double().square() / replicas

@@ -203,6 +203,12 @@ def test_s8_a_microbatch_of_padding_alone_gives_zeros(bias, gradient):
     assert not any(each.any() for each in biases)
 
 
+def test_a_mask_of_another_shape_is_refused():
+    tokens = text()
+    with pytest.raises(ValueError, match=r"valid must be \[2, 9\] as the inputs are, got \[2, 10\]"):
+        language_loss(build(None, None)(tokens[:, :-1]), tokens, torch.ones(2, 10, dtype=torch.bool))
+
+
 @pytest.mark.parametrize(("bias", "gradient"), PAIRS)
 def test_g10_the_logged_loss_holds_no_auxiliary_loss(bias, gradient):
     tokens = text()

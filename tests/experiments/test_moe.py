@@ -16,6 +16,7 @@ from equipoise.experiments.moe import (
     within_capacity,
     z_loss,
 )
+from equipoise.kernels import route
 
 WIDTH, NUM_EXPERTS, TOP_K = 16, 8, 2
 
@@ -188,17 +189,25 @@ def test_balancers_copy_with_the_module():
     assert int(router.bias.store.filled) > 0
 
 
-@pytest.mark.parametrize("capacity_factor", [0.25, 1.0, 1.5, 8.0])
-def test_capacity_keeps_the_first_tokens_of_every_expert(capacity_factor):
+@pytest.mark.parametrize(("capacity_factor", "room"), [(0.25, 3), (1.0, 10), (1.5, 14), (8.0, 74)])
+def test_capacity_keeps_the_first_tokens_of_every_expert(capacity_factor, room):
     routing = make_router()(tokens(37))
     kept = within_capacity(routing, capacity_factor)
-    room = -(-int(37 * TOP_K * capacity_factor * 100) // (NUM_EXPERTS * 100))
     taken = [0] * NUM_EXPERTS
     for token in range(37):
         for place, expert in enumerate(routing.experts[token].tolist()):
             assert kept[token, place] == (taken[expert] < room)
             taken[expert] += 1
     assert kept.all() == (capacity_factor > 1)
+
+
+@pytest.mark.parametrize(("count", "capacity_factor", "room"), [(100, 1.1, 11), (100, 1.15, 12), (200, 0.7, 14)])
+def test_capacity_is_rounded_up_as_a_fraction(count, capacity_factor, room):
+    """In floating point 100 * 1.1 / 10 is a little more than 11."""
+    logits = torch.zeros(count, 10)
+    logits[:, 3] = 1.0
+    kept = within_capacity(route(logits, None, 1), capacity_factor)
+    assert kept.sum() == room
 
 
 def test_capacity_drops_and_counts_what_has_no_room():

@@ -1,5 +1,6 @@
 """Runs of a tiny model: two real ranks from end to end, and one rank in this process for what needs a hand inside."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -23,6 +24,7 @@ from equipoise.experiments.parallel import ParallelConfig, Ranks, join_ranks
 from equipoise.experiments.tracker import Tracker
 from equipoise.kernels import route
 
+SMALL = {"width": 16, "num_heads": 2, "num_layers": 2, "num_experts": 8, "top_k": 2, "expert_width": 8}
 TIMES = ("seconds", "tokens_per_s")
 TINY = [
     *("model.width=16", "model.num_heads=2", "model.num_layers=2", "model.num_experts=8", "model.top_k=2"),
@@ -345,6 +347,21 @@ def test_the_triton_kernels_train_to_the_same_experts_and_biases(
     for ours, reference in zip(biases, expected_biases, strict=True):
         torch.testing.assert_close(ours, reference, rtol=0, atol=0 if "eqb" in balancer else 1e-6)
         assert ours.any()
+
+
+def test_s11_a_model_in_process_groups_can_be_copied_for_a_teacher(alone):
+    model = make_model(
+        {"model": SMALL, "balancer": {"bias": None, "gradient": {"_target_": "equipoise.balancers.LEI"}}}
+    )
+    with join_ranks(ParallelConfig("ddp", ranks=1)) as ranks:
+        for router in model.routers():
+            router.gradient.token_shards = router.gradient.microbatch_shards = ranks.token_shards
+        teacher = copy.deepcopy(model)
+        for ours, copied in zip(model.routers(), teacher.routers(), strict=True):
+            assert copied.gradient is not ours.gradient
+            assert copied.gradient.token_shards is copied.gradient.microbatch_shards is ranks.token_shards
+            copied.gradient.eta = 1.0
+            assert ours.gradient.eta == 1e-5
 
 
 def test_ranks_describe_themselves(alone):

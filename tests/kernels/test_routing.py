@@ -503,3 +503,13 @@ def test_tally_counts_the_margins(
 def test_num_sequences_is_kept() -> None:
     assert route(torch.zeros(6, 4), None, 1, num_sequences=3).num_sequences == 3
     assert route(torch.zeros(0, 4), None, 1, num_sequences=3).num_sequences == 3
+
+
+def test_e13_replay_reports_what_the_triton_path_cannot_refuse(
+    monkeypatch: pytest.MonkeyPatch, interpreter: None
+) -> None:
+    monkeypatch.setenv("EQUIPOISE_KERNELS", "triton")
+    logits = torch.zeros(5, 4)
+    logits[3, 1] = torch.inf
+    assert int(replay(logits, torch.tensor([[0, 2]] * 5)).uncounted) == 1
+    assert int(replay(logits[:3], torch.tensor([[0, 2]] * 3)).uncounted) == 0

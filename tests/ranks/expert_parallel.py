@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from equipoise.balancers import ExactQB, GShard, check_replicas, update_balancers
+from equipoise.balancers import LEI, ExactQB, GShard, SignedCount, check_replicas, update_balancers
 from equipoise.experiments.build import make_optimizer
 from equipoise.experiments.model import Model, ModelConfig
 from equipoise.experiments.parallel import Ranks, clip_gradients, synchronising, wrap
 from equipoise.experiments.parallel.dispatch import run_sharded
-from equipoise.experiments.parallel.mesh import make_mesh, token_shards
+from equipoise.experiments.parallel.mesh import AXES, make_mesh, token_shards
 from equipoise.experiments.train import language_loss
 
 WORLD_SIZE, ACCUMULATION = 8, 2
@@ -24,15 +24,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep8": {"strategy": "fsdp", "ep": 8, "recompute": "full"},
     "ep4": {"strategy": "fsdp", "ep": 4, "dp_shard": 2, "recompute": "selective"},
     "ep2-replicated": {"strategy": "fsdp", "ep": 2, "dp_replicate": 4},
+    # experts that drop what is beyond their capacity, another pair of balancers
+    "ep4-dropping": {"strategy": "fsdp", "ep": 4, "dp_shard": 2, "capacity_factor": 1.0},
     "ep2-everything": {"strategy": "fsdp", "ep": 2, "dp_shard": 2, "dp_replicate": 2},
 }
 
 
-def build_model() -> Model:
+def build_model(capacity_factor: float = -1.0) -> Model:
     """Two layers of 8 experts, the same weights in every process."""
     sizes = {"width": 16, "num_heads": 2, "num_layers": 2, "num_experts": 8, "top_k": 2, "expert_width": 8}
-    config = ModelConfig(**sizes, shared_width=8, vocabulary=32, z_loss=0.1, init_std=0.2)
-    model = Model(config, ExactQB, partial(GShard, coefficient=0.5))
+    config = ModelConfig(
+        **sizes, shared_width=8, vocabulary=32, z_loss=0.1, init_std=0.2, capacity_factor=capacity_factor
+    )
+    dropless = capacity_factor < 0
+    bias = ExactQB if dropless else partial(SignedCount, rate=0.1)
+    model = Model(config, bias, partial(GShard, coefficient=0.5) if dropless else partial(LEI, eta=1e-2))
     model.init_weights(torch.Generator().manual_seed(0))
     return model
 
@@ -72,10 +78,10 @@ def full(tensor: Tensor) -> Tensor:
 
 def run(layout: dict[str, Any], rank: int) -> dict[str, Any]:
     """The steps of this rank, and how the model lies on it."""
-    sizes = {axis: size for axis, size in layout.items() if axis not in ("strategy", "recompute")}
+    sizes = {axis: size for axis, size in layout.items() if axis in AXES}
     mesh = make_mesh("cpu", **sizes)
     ranks = Ranks(rank, WORLD_SIZE, torch.device("cpu"), mesh, token_shards(mesh))
-    model = build_model()
+    model = build_model(layout.get("capacity_factor", -1.0))
     model.set_recompute(layout.get("recompute", "none"))
     experts = [layer.experts for layer in model.layers()]
     replica = wrap(model, ranks, layout["strategy"], list(model.blocks), experts)

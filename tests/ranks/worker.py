@@ -58,7 +58,11 @@ def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), WORLD_SIZE)
     store.set_timeout(2 * PATIENCE)
+    start = time.monotonic()
     for name in CHECKS:
+        if rank == 0:
+            # what a run that hits the deadline was at
+            print(f"{time.monotonic() - start:.0f} s: {name}", flush=True)
         attempt(partial(in_group, store, name, rank), folder / f"{name}-{rank}.pt")
     attempt(partial(checkpoints.run, folder / "checkpoints", store, rank), folder / f"checkpoints-{rank}.pt")
 
@@ -76,7 +80,7 @@ def main(folder: Path) -> None:
         process.join()
     failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode != 0}
     if failed:
-        sys.exit(f"ranks ended with the exit codes {failed}")
+        sys.exit(f"ranks ended with the exit codes {failed}; they are killed after {DEADLINE_S} s")
 
 
 if __name__ == "__main__":

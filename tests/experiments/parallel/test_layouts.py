@@ -1,7 +1,7 @@
 """Expert parallelism and FSDP2 on eight ranks against one rank that holds everything."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,10 +12,15 @@ Eight = Callable[[str], list[Any]]
 every_layout = pytest.mark.parametrize("layout", checks.LAYOUTS)
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
+@pytest.fixture
+def alone(layout: str) -> dict[str, Any]:
     """All microbatches on this process."""
-    model = checks.build_model()
+    return take_steps_alone(checks.LAYOUTS[layout].get("capacity_factor", -1.0))
+
+
+@cache
+def take_steps_alone(capacity_factor: float) -> dict[str, Any]:
+    model = checks.build_model(capacity_factor)
     return checks.take_steps(model, model, range(checks.WORLD_SIZE * checks.ACCUMULATION), None)
 
 
