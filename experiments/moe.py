@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..balancers import BiasBalancer, GradientBalancer
 from ..balancers.base import FixedDtype
@@ -204,7 +203,8 @@ class Experts(nn.Module):
 
 
 def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    """Of a DTensor, whose module takes seconds to import, what is here."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _grouped_applies(x: Tensor, *weights: Tensor) -> bool:

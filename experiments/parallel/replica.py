@@ -1,19 +1,25 @@
-"""What a model is wrapped in: DDP, or FSDP2 with the experts shared out over the ranks of the ``ep`` axis."""
+"""What a model is wrapped in: DDP, or FSDP2 with the experts shared out over the ranks of the ``ep`` axis.
+
+FSDP2 and its DTensor take seconds to import, and a run of replicas never needs them, so they are imported where they
+are used.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from .join import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def wrap(
@@ -39,6 +45,8 @@ def wrap(
         return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
     if any(ranks.mesh[axis].size() > 1 for axis in ("cp", "tp")):
         raise ValueError(f"only the axes dp_replicate, dp_shard and ep are sharded here, got a mesh of {ranks.axes}")
+    from torch.distributed.fsdp import fully_shard
+
     for each in experts:
         _shard_experts(each, ranks)
     dense = _dense_mesh(ranks.mesh)
@@ -57,6 +65,9 @@ def _dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def _shard_experts(experts: nn.Module, ranks: Ranks) -> None:
     """Experts along ``ep``, and each expert's matrices, by their rows, along ``dp_shard``."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     mesh = ranks.mesh["ep"]
     for name, parameter in list(experts.named_parameters(recurse=False)):
         _check_divides(name, parameter, mesh.size(), ranks.mesh["dp_shard"].size())
@@ -85,13 +96,12 @@ def _check_divides(name: str, parameter: Tensor, ep: int, dp_shard: int) -> None
 @contextmanager
 def synchronising(replica: nn.Module, last: bool) -> Iterator[None]:
     """Average gradients over the ranks once, with the ``last`` microbatch of a step."""
-    if isinstance(replica, FSDPModule):
-        replica.set_requires_gradient_sync(last)
-        yield
-    elif isinstance(replica, DistributedDataParallel) and not last:
-        with replica.no_sync():
+    if isinstance(replica, DistributedDataParallel):
+        with nullcontext() if last else replica.no_sync():
             yield
     else:
+        if hasattr(replica, "set_requires_gradient_sync"):
+            cast("FSDPModule", replica).set_requires_gradient_sync(last)
         yield
 
 
@@ -102,7 +112,7 @@ def clip_gradients(parameters: Iterable[Tensor], clip: float) -> Tensor:
     the norm, and so the same bits of what they hold replicas of.
     """
     parameters = list(parameters)
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+    if not any(hasattr(parameter, "to_local") for parameter in parameters):
         return clip_grad_norm_(parameters, clip)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = torch.stack([_local_share(gradient) for gradient in gradients]).sum()
@@ -116,6 +126,8 @@ def clip_gradients(parameters: Iterable[Tensor], clip: float) -> Tensor:
 
 def _local_share(gradient: Tensor) -> Tensor:
     """What this rank adds to the square of the norm, 0-dim fp64: replicas of a shard share it."""
+    from torch.distributed.tensor import DTensor
+
     assert isinstance(gradient, DTensor), "a parameter that is not sharded, among some that are"
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     replicas = math.prod(size for size, placement in sizes if placement.is_replicate())
