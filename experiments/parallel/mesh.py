@@ -2,15 +2,15 @@
 
 Five named axes, whose sizes multiply to the number of ranks; the last one varies fastest over the ranks:
 
-=============== ======================================= ================= ==================
-axis            its ranks share out                     tokens            experts
-=============== ======================================= ================= ==================
-``dp_replicate`` nothing: replicas of the model         different         replicas
-``dp_shard``    parameters (FSDP)                       different         the same, in shards
-``ep``          the experts, and otherwise as above     different         different
-``cp``          the sequences of a microbatch           different         replicas
-``tp``          the width of the layers                 see below         replicas
-=============== ======================================= ================= ==================
+================ =================================== ========= ===================
+axis             its ranks share out                 tokens    experts
+================ =================================== ========= ===================
+``dp_replicate`` nothing: replicas of the model      different replicas
+``dp_shard``     parameters (FSDP)                   different the same, in shards
+``ep``           the experts, and otherwise as above different different
+``cp``           the sequences of a microbatch       different replicas
+``tp``           the width of the layers             see below replicas
+================ =================================== ========= ===================
 
 With sequence parallelism every rank along ``tp`` routes its own part of the sequence. Without it they all route the
 same tokens, which must be counted once.
