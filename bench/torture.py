@@ -24,8 +24,8 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from ..experiments.progress import MetricsTail
 from ..experiments.runs import read_json, write_json
+from ..experiments.sweep.progress import MetricsTail
 from .timing import FOLDER, facts
 
 WAYS = ("rank", "launcher", "group", "SIGTERM", "SIGINT")

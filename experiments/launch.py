@@ -1,4 +1,4 @@
-"""The command ``equipoise``: Hydra composes the config of every job, then ``jobs.py`` checks and runs them."""
+"""The command ``equipoise``: Hydra composes the config of every job, then ``sweep/jobs.py`` checks and runs them."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from omegaconf.errors import (
 )
 
 if TYPE_CHECKING:
-    from .jobs import Trainer
+    from .sweep.jobs import Trainer
 
 # exit status of a command that was stopped by Ctrl-C, as shells have it
 STOPPED = 130
@@ -63,7 +63,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def _run(composed: Composed, trainer: "Trainer | None") -> int:
     # torch takes seconds to import; --help and --cfg do without
-    from .jobs import run_all
+    from .sweep.jobs import run_all
 
     return run_all(composed.configs, sweep=composed.sweep, trainer=trainer)
 
@@ -111,7 +111,7 @@ def _is_plugin(node: DictConfig) -> bool:
 
 def _run_for_plugin(config: dict[str, Any], trainer: "Trainer | None") -> float | None:
     """Run one job and return its bits per byte, which a search minimises."""
-    from .jobs import run_one
+    from .sweep.jobs import run_one
 
     return run_one(config, trainer)
 

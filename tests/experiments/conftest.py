@@ -5,7 +5,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from equipoise.experiments import report
+from equipoise.experiments.report import command as report
 
 
 @pytest.fixture(scope="session")

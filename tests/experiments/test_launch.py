@@ -16,8 +16,10 @@ import torch
 import yaml
 from rich.console import Console
 
-from equipoise.experiments import jobs, launch, report, runs
-from equipoise.experiments.ranks import RankError
+from equipoise.experiments import launch, runs
+from equipoise.experiments.report import command as report
+from equipoise.experiments.sweep import jobs
+from equipoise.experiments.sweep.ranks import RankError
 
 BALANCERS = ["none", "signed_count", "gshard", "rank_averaged_qb", "histogram_qb", "eqb", "eqb_gshard", "eqb_lei"]
 DEADLINE_SECONDS = 120.0

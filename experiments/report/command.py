@@ -21,6 +21,7 @@ import pandas as pd
 import yaml
 from rich.console import Console
 
+from ..runs import FREE, flatten
 from . import plots, tables
 from .comparison import (
     COMPARED,
@@ -31,7 +32,6 @@ from .comparison import (
     load_runs,
     refuse_incomparable,
 )
-from .runs import FREE, flatten
 from .statistics import LEVEL, MIN_SEEDS, mean_and_std, paired_difference, tail_mean, tail_start
 
 REFERENCE = "eqb"
@@ -216,7 +216,7 @@ def _page(report: Report, head: list[str], body: list[list[str]], figures: Seque
     """The HTML page, with the pictures inside it."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
-        "report.html.j2"
+        "page.html.j2"
     )
     run = next(run for row in report.rows for run in row.complete)
     images = [(figure, base64.b64encode(figure.path.read_bytes()).decode("ascii")) for figure in figures]

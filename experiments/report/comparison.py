@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from .runs import FREE, flatten
+from ..runs import FREE, flatten
 
 # the order of the default experiment; presets that it does not know follow alphabetically
 ORDER = (

@@ -5,8 +5,8 @@ from types import ModuleType
 
 import pytest
 
-from equipoise.experiments import report
-from equipoise.experiments.comparison import ORDER, group_rows, load_runs
+from equipoise.experiments.report import command as report
+from equipoise.experiments.report.comparison import ORDER, group_rows, load_runs
 
 
 def test_order_of_the_rows(fake_runs: ModuleType, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from equipoise.experiments import ranks
-from equipoise.experiments.ranks import RankLogs
+from equipoise.experiments.sweep import ranks
+from equipoise.experiments.sweep.ranks import RankLogs
 
 
 def record(logs: RankLogs, rank: int, message: str, second: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from equipoise.experiments.progress import MetricsTail, Progress
+from equipoise.experiments.sweep.progress import MetricsTail, Progress
 
 DEADLINE_SECONDS = 10.0
 

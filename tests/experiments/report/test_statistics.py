@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from equipoise.experiments import comparison, statistics, tables
-from equipoise.experiments.statistics import mean_and_std, paired_difference, tail_mean, tail_start
+from equipoise.experiments.report import comparison, statistics, tables
+from equipoise.experiments.report.statistics import mean_and_std, paired_difference, tail_mean, tail_start
 
 # the 97.5 % point of Student's t from printed tables, by degrees of freedom
 T_TABLE = {2: 4.3027, 3: 3.1824}

@@ -18,9 +18,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from .progress import Progress, format_seconds
-from .ranks import RankError, run_ranks
-from .runs import (
+from ..report.statistics import tail_mean, tail_start
+from ..runs import (
     RunState,
     claim,
     open_run,
@@ -31,7 +30,8 @@ from .runs import (
     run_state,
     write_failure,
 )
-from .statistics import tail_mean, tail_start
+from .progress import Progress, format_seconds
+from .ranks import RankError, run_ranks
 
 CPU_RANKS = 2
 
@@ -118,7 +118,7 @@ def run_one(config: dict[str, Any], trainer: Trainer | None = None) -> float | N
 
 def default_trainer() -> Trainer:
     """The module that trains."""
-    from . import train
+    from .. import train
 
     return cast(Trainer, train)
 
@@ -252,7 +252,7 @@ def describe(job: Job) -> str:
 def finish_sweep(jobs: Sequence[Job], failures: Sequence[Failure], total: int, console: Console) -> bool:
     """Build and print the table of each experiment, then what failed; True if every row is complete."""
     # matplotlib and pandas take a second to import
-    from .report import build_report, print_table
+    from ..report.command import build_report, print_table
 
     complete = True
     for folder in dict.fromkeys(job.folder.parent for job in jobs if job.folder.exists()):

@@ -7,8 +7,9 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 
-from equipoise.experiments import heatmap, plots, report
-from equipoise.experiments.comparison import group_rows, load_runs
+from equipoise.experiments.report import command as report
+from equipoise.experiments.report import heatmap, plots
+from equipoise.experiments.report.comparison import group_rows, load_runs
 
 PICTURES = ["summary.png", "curves_global.png", "curves_local.png", "loss_vs_balance.png", "load_heatmap.png"]
 

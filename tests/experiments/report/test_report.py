@@ -10,8 +10,9 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from equipoise.experiments import plots, report
-from equipoise.experiments.comparison import Row
+from equipoise.experiments.report import command as report
+from equipoise.experiments.report import plots
+from equipoise.experiments.report.comparison import Row
 
 FIRST_COLUMNS = [
     "balancer",

@@ -1,0 +1,1 @@
+"""Jobs: planned, started with their ranks, followed, and told of afterwards."""
