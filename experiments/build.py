@@ -35,6 +35,7 @@ def check(config: dict[str, Any]) -> None:
     check_switch("checkpoint.keep", config["checkpoint"]["keep"])
     check_number("report.tail", config["report"]["tail"], positive=True, high=1)
     check_choice("tracker.mode", config["tracker"]["mode"], ("offline", "online", "none"))
+    check_choice("tracker.metrics", config["tracker"]["metrics"], ("brief", "full"))
     if config["model"]["vocabulary"] < NUM_BYTES:
         raise ValueError(f"model.vocabulary must hold all {NUM_BYTES} bytes, got {config['model']['vocabulary']}")
     make_data(config)

@@ -2,9 +2,10 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -77,19 +78,34 @@ def compose(trainer: "Trainer | None" = None) -> Composed:
         HydraException, OmegaConfBaseException: for an unknown key or preset, a wrong override, a missing value.
     """
     composed = Composed()
+    beside: set[tuple[str, ...]] = set()
 
     def task(config: DictConfig) -> float | None:
-        resolved = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+        resolved = _resolve(config)
         settings = HydraConfig.get()
         if _is_plugin(settings.launcher) or _is_plugin(settings.sweeper):
             return _run_for_plugin(resolved, trainer)
-        composed.configs.append(resolved)
         composed.sweep = settings.mode == RunMode.MULTIRUN
+        composed.configs.append(resolved)
+        for preset in resolved["beside"] if composed.sweep else ():
+            overrides = _without_balancer(settings.overrides.task)
+            # to compose a config takes a tenth of a second
+            if (preset, *overrides) not in beside:
+                beside.add((preset, *overrides))
+                composed.configs.append(_resolve(hydra.compose("config", [*overrides, f"balancer={preset}"])))
         return None
 
     with _raising_hydra():
         hydra.main(version_base="1.3", config_path="pkg://equipoise.configs", config_name="config")(task)()
     return composed
+
+
+def _resolve(config: DictConfig) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+
+
+def _without_balancer(overrides: Iterable[str]) -> list[str]:
+    return [text for text in overrides if not re.match(r"[+~]*balancer[./=]", text)]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 ``M`` microbatches of a rank, ``L`` mixture-of-experts layers, ``E`` experts.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,8 +37,10 @@ class Meter:
         self.losses.append(loss.detach().double())
         self.layers.append([_observe(layer) for layer in self.moe_layers])
 
-    def finish(self) -> tuple[dict[str, Any], Tensor]:
-        """The metrics of the step, equal on all ranks, and its global load ``[L, E]`` int64 on the CPU.
+    def finish(self) -> tuple[dict[str, Any], Tensor, Tensor]:
+        """The metrics of the step, equal on all ranks, its global load ``[L, E]`` int64 and the bias ``[L, E]``, CPU.
+
+        The bias is that after the step's update, fp32, NaN where a layer has none.
 
         What is not a load is a mean over the microbatches of all ranks.
         """
@@ -54,7 +57,7 @@ class Meter:
         means = {name: total.cpu() / totals["count"].cpu() for name, total in totals.items()}
         row: dict[str, Any] = {"loss": means["loss"].item(), "global_maxvio": None, "local_maxvio": None}
         if not self.moe_layers:
-            return row, torch.zeros(0, 0, dtype=torch.int64)
+            return row, torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0)
         load_LE = totals["load"].cpu().long()
         local_L = means["local_maxvio"]
         row |= _load_metrics(load_LE)
@@ -63,7 +66,12 @@ class Meter:
         for name in ("balance_loss", "z_loss", "dropped_share"):
             row[name] = means[name].mean().item() if name in means else None
         row["layers"] = {"global_maxvio": max_violation(load_LE).tolist(), "local_maxvio": local_L.tolist()}
-        return row | self._bias_metrics(), load_LE
+        return row | self._bias_metrics(), load_LE, self._bias(load_LE)
+
+    def _bias(self, load_LE: Tensor) -> Tensor:
+        missing = torch.full(load_LE.shape[1:], math.nan)
+        biases = [layer.router.bias for layer in self.moe_layers]
+        return torch.stack([missing if balancer is None else balancer.bias.detach().cpu() for balancer in biases])
 
     def _bias_metrics(self) -> dict[str, float | None]:
         balancers = [layer.router.bias for layer in self.moe_layers if layer.router.bias is not None]

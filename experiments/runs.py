@@ -23,7 +23,11 @@ from typing import Any
 import yaml
 
 # top-level keys that cannot change a result
-FREE = ("runs", "name", "tracker", "report", "checkpoint", "launch", "hydra")
+FREE = ("runs", "name", "tracker", "report", "checkpoint", "launch", "hydra", "dry_run", "beside")
+# of these, what belongs to the command, not to the run
+COMMAND = ("launch", "dry_run", "beside")
+# what a row of metrics.jsonl and of load.parquet means; runs of two schemas are not put into one table
+METRIC_SCHEMA = 2
 HASH_DIGITS = 8
 PACKAGES = ("equipoise", "torch", "triton", "numpy", "hydra-core", "omegaconf", "pandas", "pyarrow", "wandb")
 

@@ -37,15 +37,15 @@ class Tracker:
         for row in self.rows:
             self._show(row)
 
-    def log(self, row: dict[str, Any], load_LE: Tensor) -> None:
-        """Record the metrics and the global load ``[L, E]`` of step ``row["step"]``; non-finite numbers become null."""
+    def log(self, row: dict[str, Any], load_LE: Tensor, bias_LE: Tensor) -> None:
+        """Record step ``row["step"]``: its metrics (what is not finite becomes null), global load and bias ``[L, E]``."""
         clean = _finite(row)
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
         self.rows.append(clean)
         # a dense model has no load
         if load_LE.numel():
-            self.pending.append(_load_table(row["step"], load_LE.numpy()))
+            self.pending.append(_load_table(row["step"], load_LE.numpy(), bias_LE.numpy()))
         self._show(clean)
 
     def _show(self, row: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def _cut_back(metrics: Path, loads: Path, step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _load_table(step: int, load_LE: np.ndarray) -> pa.Table:
+def _load_table(step: int, load_LE: np.ndarray, bias_LE: np.ndarray) -> pa.Table:
     layers, experts = load_LE.shape
     return pa.table(
         {
@@ -99,6 +99,8 @@ def _load_table(step: int, load_LE: np.ndarray) -> pa.Table:
             "layer": np.repeat(np.arange(layers, dtype=np.int16), experts),
             "expert": np.tile(np.arange(experts, dtype=np.int16), layers),
             "count": load_LE.reshape(-1).astype(np.int32),
+            # after the step's update; NaN without a bias
+            "bias": bias_LE.reshape(-1).astype(np.float32),
         }
     )
 

@@ -20,7 +20,7 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .measure import Meter
 from .moe import check_routers
 from .parallel import ParallelConfig, Ranks, clip_gradients, join_ranks, synchronising, wrap
-from .runs import load_config, write_environment, write_json
+from .runs import METRIC_SCHEMA, load_config, write_environment, write_json
 from .tracker import Tracker
 
 validate = build.check
@@ -68,7 +68,7 @@ def train(folder: Path, config: dict[str, Any], parallel: ParallelConfig, ranks:
     if ranks.first:
         parameters = model.count_parameters()
         facts = {"world_size": ranks.world_size, "mesh": ranks.axes, "backend": torch.distributed.get_backend()}
-        facts |= {"data": corpus.facts}
+        facts |= {"data": corpus.facts, "metric_schema": METRIC_SCHEMA}
         write_environment(folder, **facts, parameters=parameters)
         print(f"{parameters['total']:,} parameters, {parameters['active']:,} active for a token")
     meter = Meter(moe_layers, ranks)
@@ -98,7 +98,7 @@ def train(folder: Path, config: dict[str, Any], parallel: ParallelConfig, ranks:
         position["step"] += 1
         position["tokens"] += tokens_per_step
 
-        metrics, load_LE = meter.finish()
+        metrics, load_LE, bias_LE = meter.finish()
         seconds = time.perf_counter() - started
         row = position | metrics | {"learning_rate": rate, "grad_norm": norm.item()}
         row |= {"seconds": seconds, "tokens_per_s": tokens_per_step / seconds}
@@ -108,15 +108,17 @@ def train(folder: Path, config: dict[str, Any], parallel: ParallelConfig, ranks:
             row["val_loss"] = validation_loss(model, held_out, data["microbatch_sequences"], ranks, autocast)
             row["val_bpb"] = row["val_loss"] / math.log(2)
         if tracker is not None:
-            tracker.log(row, load_LE)
+            tracker.log(row, load_LE, bias_LE)
         keep = config["checkpoint"]["keep"]
         if (last and keep) or (not last and position["step"] % config["checkpoint"]["every"] == 0):
             if tracker is not None:
                 tracker.flush()
             save_checkpoint(folder / "checkpoints", model, optimizer, position)
 
+    peak_bytes = ranks.peak_memory()
     if tracker is not None:
         summary = {"steps": position["step"], "tokens": position["tokens"], "skipped": position["skipped"]}
+        summary |= {"peak_memory_bytes": peak_bytes}
         summary |= {"train_s": sum(row["seconds"] for row in tracker.rows), "val_bpb": tracker.rows[-1]["val_bpb"]}
         tracker.finish(summary | {f"{name}_parameters": count for name, count in parameters.items()})
         write_json(folder / "summary.json", summary)

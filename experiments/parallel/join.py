@@ -1,6 +1,8 @@
 """Ranks: joining the process group that torchrun has prepared, and what a rank needs to know of itself."""
 
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,6 +87,16 @@ class Ranks:
         """Sum over ranks, in place."""
         dist.all_reduce(values)
         return values
+
+    def peak_memory(self) -> int:
+        """Bytes at the peak of the rank that took most: of the device's allocator, on a CPU resident memory."""
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+        else:
+            # Linux counts in KiB, macOS in bytes
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return int(self.max(torch.tensor([peak], dtype=torch.int64, device=self.device)).item())
 
     def max(self, values: Tensor) -> Tensor:
         """Maximum over ranks, in place."""

@@ -6,7 +6,6 @@ report was written but a row lacks a seed (it says which); 2 if there is nothing
 """
 
 import argparse
-import base64
 import math
 import os
 import sys
@@ -16,15 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
-import yaml
 from rich.console import Console
 
-from ..runs import FREE, flatten
-from . import plots, tables
+from . import page, plots, tables
 from .comparison import (
-    COMPARED,
     Row,
     Run,
     environment_warnings,
@@ -201,7 +196,7 @@ def _write(report: Report, start: int) -> None:
         caption = " ".join([report.rule, *(f"Warning: {text}." for text in report.warnings)])
         short = tables.cells(report.table, notes=False)
         (new / "table.tex").write_text(tables.latex(head, short, caption) + "\n", encoding="utf-8")
-        (new / "index.html").write_text(_page(report, head, body, figures), encoding="utf-8")
+        (new / "index.html").write_text(page.render(report, head, body, figures), encoding="utf-8")
         for file in sorted(new.iterdir()):
             os.replace(file, report.folder / file.name)
 
@@ -210,29 +205,6 @@ def _markdown(report: Report, head: list[str], body: list[list[str]]) -> str:
     parts = [tables.markdown(head, body), report.rule, *(f"- Warning: {text}" for text in report.warnings)]
     paper = tables.markdown(tables.PAPER_HEADER, tables.PAPER_ROWS)
     return "\n\n".join([*parts, f"**{tables.PAPER_TITLE}.** {tables.PAPER_NOTE}", paper]) + "\n"
-
-
-def _page(report: Report, head: list[str], body: list[list[str]], figures: Sequence[plots.Picture]) -> str:
-    """The HTML page, with the pictures inside it."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
-        "page.html.j2"
-    )
-    run = next(run for row in report.rows for run in row.complete)
-    images = [(figure, base64.b64encode(figure.path.read_bytes()).decode("ascii")) for figure in figures]
-    shared = {key: value for key, value in run.config.items() if key not in (*COMPARED, *FREE)}
-    return template.render(
-        title=run.config.get("name", report.folder.parent.name),
-        report=report,
-        header=head,
-        cells=body,
-        images=images,
-        paper=tables,
-        options=[(row.label, flatten(row.runs[0].config["balancer"])) for row in report.rows],
-        config=yaml.safe_dump(shared, sort_keys=False),
-        environment=yaml.safe_dump(run.environment, sort_keys=False),
-        runs=[run for row in report.rows for run in row.runs],
-    )
 
 
 def print_table(report: Report, console: Console) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from ..report.statistics import tail_mean, tail_start
 from ..runs import (
+    COMMAND,
     RunState,
     claim,
     open_run,
@@ -144,7 +145,7 @@ def prepare(index: int, config: dict[str, Any], trainer: Trainer) -> Job:
         ValueError: for a config that cannot be trained, or a folder that holds another run.
     """
     config = settle_ranks(config)
-    job = Job(index, {key: value for key, value in config.items() if key != "launch"}, run_folder(config))
+    job = Job(index, {key: value for key, value in config.items() if key not in COMMAND}, run_folder(config))
     refuse_other_run(job.folder, job.config)
     if run_state(job.folder) != RunState.DONE:
         try:

@@ -244,7 +244,7 @@ for folder, name, seed, first, last, cut in json.loads(sys.argv[1]):
     wandb = {"mode": "offline", "project": "equipoise", "entity": None}
     tracker = Tracker(Path(folder), {"name": "table", "seed": seed, "balancer": balancer, "tracker": wandb}, first)
     for step in range(first + 1, last + 1):
-        tracker.log({"step": step, "tokens": 64 * step, "loss": 1 / step}, torch.zeros(0, 0))
+        tracker.log({"step": step, "tokens": 64 * step, "loss": 1 / step}, torch.zeros(0, 0), torch.zeros(0, 0))
     if cut:
         os.kill(os.getpid(), signal.SIGKILL)
     tracker.finish({"val_bpb": 2.5})
@@ -308,7 +308,7 @@ def config() -> dict[str, Any]:
 
 def log(record: Tracker, *steps: int) -> None:
     for step in steps:
-        record.log({"step": step, "loss": 1.0 / step}, torch.full((2, 3), step))
+        record.log({"step": step, "loss": 1.0 / step}, torch.full((2, 3), step), torch.zeros(2, 3))
         if step % 4 == 0:
             record.flush()
 

@@ -178,13 +178,14 @@ def test_r7_per_expert_data_goes_to_parquet_and_not_to_wandb(tmp_path: Path, mon
         shards: Any = SimpleNamespace(token_shards=None, max=lambda values: values)
         meter = measure.Meter(moe_layers, shards)
         meter.add(torch.tensor(2.0))
-        metrics, load_LE = meter.finish()
+        metrics, load_LE, bias_LE = meter.finish()
         (tmp_path / str(layers)).mkdir()
         record = tracker.Tracker(tmp_path / str(layers), CONFIG, 0)
-        record.log({"step": 1, "tokens": 64} | metrics, load_LE)
+        record.log({"step": 1, "tokens": 64} | metrics, load_LE, bias_LE)
         record.flush()
         loads = pd.read_parquet(tmp_path / str(layers) / "load.parquet")
         assert torch.equal(torch.tensor(loads["count"].to_numpy()).reshape(layers, 256), load_LE.int())
+        assert torch.equal(torch.tensor(loads["bias"].to_numpy()).reshape(layers, 256), bias_LE)
     few, many = logged
     assert few.keys() == many.keys()
     assert len(many) <= 40

@@ -283,18 +283,20 @@ def test_local_and_global_maxvio_of_the_worked_cells(alone):
             for router in routers:
                 router.last = dataclasses.replace(router.last, load=load)
             meter.add(torch.tensor(float(cell)))
-        row, load_LE = meter.finish()
+        row, load_LE, bias_LE = meter.finish()
     assert row["loss"] == 1.5
     assert (row["local_maxvio"], row["local_maxvio_max"], row["global_maxvio"]) == (3.0, 3.0, 0.0)
     assert row["device_maxvio"] == {"2": 0.0}
     assert load_LE.tolist() == [[6] * 4] * len(routers)
+    assert bias_LE.shape == (len(routers), 4)
+    assert bias_LE.isnan().all()
 
 
 def test_tracker_drops_what_comes_after_the_checkpoint(tmp_path):
     config = {"tracker": {"mode": "none"}, "balancer": {"name": "eqb"}}
     tracker = Tracker(tmp_path, config, 0)
     for step in range(1, 7):
-        tracker.log({"step": step, "loss": float("nan")}, torch.full((2, 3), step))
+        tracker.log({"step": step, "loss": float("nan")}, torch.full((2, 3), step), torch.zeros(2, 3))
         if step % 2 == 0:
             tracker.flush()
     Tracker(tmp_path, config, 4)
