@@ -38,7 +38,7 @@ class Tracker:
             self._show(row)
 
     def log(self, row: dict[str, Any], load_LE: Tensor, bias_LE: Tensor) -> None:
-        """Record step ``row["step"]``: its metrics (what is not finite becomes null), global load and bias ``[L, E]``."""
+        """Record step ``row["step"]``: its metrics (non-finite numbers become null), load and bias ``[L, E]``."""
         clean = _finite(row)
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
