@@ -115,6 +115,7 @@ def make_data(config: dict[str, Any]) -> tuple[Corpus, Batches, Tensor]:
         microbatch_sequences=data["microbatch_sequences"],
         microbatches=data["microbatches"],
         seed=config["seed"],
+        chunk_sequences=data["chunk_sequences"],
     )
     held_out = validation_sequences(
         corpus.validation, sequence_length=length, num_sequences=data["validation_sequences"]

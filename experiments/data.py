@@ -225,13 +225,15 @@ def _split(document: _Document, content: bytes, fraction: float) -> Iterator[tup
 class Batches:
     """Microbatches of contiguous text, in an order that depends on ``seed`` and the global position only.
 
-    The stream is cut into chunks of ``B * S`` tokens; a microbatch is one chunk, so that microbatches differ as those
-    of real training do. An epoch visits every chunk once, in a permutation of its own. Global microbatch ``index`` of
-    ``step`` has position ``step * microbatches + index``, however the indices are spread over ranks. What is left at
-    the end of the stream (less than a chunk) is not used.
+    The stream is cut into chunks of ``chunk_sequences`` contiguous sequences, by default as many as a microbatch ``B``
+    holds, so that microbatches differ as those of real training do. An epoch visits every chunk once, in a permutation
+    of its own, however chunks are dealt out to microbatches and these to ranks: with chunks of a size of its own a step
+    has the same tokens as few large microbatches or as many small ones. What is left at the end of the stream (less
+    than a chunk) is not used.
 
     Raises:
-        ValueError: a size below 1, a negative seed, or fewer tokens than one optimizer step takes.
+        ValueError: a size below 1, a negative seed, a microbatch that is no whole number of chunks, or fewer tokens
+            than one optimizer step takes.
     """
 
     def __init__(
@@ -242,31 +244,40 @@ class Batches:
         microbatch_sequences: int,
         microbatches: int,
         seed: int,
+        chunk_sequences: int | None = None,
     ) -> None:
+        chunk_sequences = microbatch_sequences if chunk_sequences is None else chunk_sequences
         _check_positive(
-            sequence_length=sequence_length, microbatch_sequences=microbatch_sequences, microbatches=microbatches
+            sequence_length=sequence_length,
+            microbatch_sequences=microbatch_sequences,
+            microbatches=microbatches,
+            chunk_sequences=chunk_sequences,
         )
+        if microbatch_sequences % chunk_sequences:
+            raise ValueError(
+                f"a microbatch of {microbatch_sequences} sequences is no whole number of chunks: expected "
+                f"chunk_sequences to divide it, got {chunk_sequences}"
+            )
         if seed < 0:
             raise ValueError(f"seed is {seed}: expected 0 or more")
         self.tokens, self.seed = tokens, seed
         self.sequence_length, self.microbatches = sequence_length, microbatches
-        self.chunk_tokens = sequence_length * microbatch_sequences
+        self.chunk_tokens = sequence_length * chunk_sequences
+        # chunks of a microbatch
+        self.chunks = microbatch_sequences // chunk_sequences
         # the target of the last token is one token further
         self.num_chunks = (len(tokens) - 1) // self.chunk_tokens
-        if self.num_chunks < microbatches:
-            needed = microbatches * self.chunk_tokens + 1
+        if self.num_chunks < microbatches * self.chunks:
+            needed = microbatches * self.chunks * self.chunk_tokens + 1
             raise ValueError(
                 f"the train split has {len(tokens)} tokens: expected at least {needed}, what one optimizer step takes "
                 f"({microbatches} microbatches x {microbatch_sequences} sequences x {sequence_length} tokens + 1)"
             )
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
-    def _chunk(self, step: int, index: int) -> int:
-        if step < 0:
-            raise IndexError(f"step is {step}: expected 0 or more")
-        if not 0 <= index < self.microbatches:
-            raise IndexError(f"microbatch index is {index}: expected 0 <= index < {self.microbatches}")
-        epoch, place = divmod(step * self.microbatches + index, self.num_chunks)
+    def _chunk(self, position: int) -> int:
+        """The chunk at ``position`` of all epochs."""
+        epoch, place = divmod(position, self.num_chunks)
         if epoch != self._epoch:
             entropy = np.random.SeedSequence(self.seed, spawn_key=(epoch,))
             self._epoch, self._order = epoch, np.random.default_rng(entropy).permutation(self.num_chunks)
@@ -275,14 +286,19 @@ class Batches:
     def microbatch(self, step: int, index: int) -> torch.Tensor:
         """Global microbatch ``index`` of optimizer step ``step`` (from 0): ``[B, S+1]`` int64.
 
-        Row ``b`` follows row ``b - 1`` in the text; its inputs are ``[:, :-1]`` and its targets ``[:, 1:]``.
+        Within a chunk row ``b`` follows row ``b - 1`` in the text; inputs are ``[:, :-1]`` and targets ``[:, 1:]``.
 
         Raises:
             IndexError: ``step`` or ``index`` outside its range.
         """
-        start = self._chunk(step, index) * self.chunk_tokens
-        starts = np.arange(start, start + self.chunk_tokens, self.sequence_length)
-        return _windows(self.tokens, starts, self.sequence_length)
+        if step < 0:
+            raise IndexError(f"step is {step}: expected 0 or more")
+        if not 0 <= index < self.microbatches:
+            raise IndexError(f"microbatch index is {index}: expected 0 <= index < {self.microbatches}")
+        first = (step * self.microbatches + index) * self.chunks
+        starts = np.array([self._chunk(first + number) for number in range(self.chunks)]) * self.chunk_tokens
+        offsets = np.arange(0, self.chunk_tokens, self.sequence_length)
+        return _windows(self.tokens, (starts[:, None] + offsets).reshape(-1), self.sequence_length)
 
 
 def validation_sequences(tokens: np.ndarray, *, sequence_length: int, num_sequences: int) -> torch.Tensor:

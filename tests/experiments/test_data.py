@@ -332,6 +332,27 @@ def test_every_epoch_visits_every_chunk_once(length: int, rows: int, microbatche
     assert sorted(starts[: data.num_chunks]) == sorted(starts[data.num_chunks :]) == chunks
 
 
+def test_a_step_has_the_same_tokens_however_many_microbatches_it_has() -> None:
+    tokens = np.arange(50 * 8 + 1)
+    whole = batches(tokens, microbatches=1, microbatch_sequences=8, chunk_sequences=2)
+    for parts in (2, 4):
+        split = batches(tokens, microbatches=parts, microbatch_sequences=8 // parts, chunk_sequences=2)
+        # a step is 4 of 50 chunks: step 12 reaches into the second epoch
+        for step in range(25):
+            joined = torch.cat([split.microbatch(step, index) for index in range(parts)])
+            assert torch.equal(joined, whole.microbatch(step, 0))
+    # without chunks of their own they are other tokens
+    other = batches(tokens, microbatches=4, microbatch_sequences=2)
+    coarse = batches(tokens, microbatches=1, microbatch_sequences=8)
+    assert torch.equal(other.microbatch(0, 0), whole.microbatch(0, 0)[:2])
+    assert not torch.equal(coarse.microbatch(0, 0), whole.microbatch(0, 0))
+
+
+def test_a_microbatch_is_a_whole_number_of_chunks() -> None:
+    with pytest.raises(ValueError, match="microbatch of 8 sequences is no whole number of chunks: .* got 3"):
+        batches(np.arange(401), microbatches=1, microbatch_sequences=8, chunk_sequences=3)
+
+
 def test_order_depends_on_seed_and_position_only() -> None:
     tokens = np.arange(50 * 8 + 1)
     data = batches(tokens)
