@@ -21,12 +21,11 @@ from rich.console import Console
 from . import page, plots, tables
 from .comparison import (
     Row,
-    Run,
     environment_warnings,
     group_rows,
-    load_runs,
     refuse_incomparable,
 )
+from .reading import Run, load_runs
 from .statistics import LEVEL, MIN_SEEDS, mean_and_std, paired_difference, tail_mean, tail_start
 
 REFERENCE = "eqb"
@@ -34,12 +33,16 @@ DEFAULT_TAIL = 1 / 3
 INCOMPLETE = 3
 SPREAD_OVER_SEEDS = ("global_maxvio", "local_maxvio", "val_bpb")
 # columns that only the renderers need
-INTERNAL = ["is_reference", "seeds_expected"]
+INTERNAL = ["is_reference", "seeds_expected", "block"]
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What was written. ``table`` has one row a balancer; ``complete`` says that every row has every seed."""
+    """What was written.
+
+    ``table`` has one row a balancer and point of the axes; ``reference`` names the balancer that differences are to;
+    ``complete`` says that every row has every seed.
+    """
 
     folder: Path
     table: pd.DataFrame
@@ -75,25 +78,57 @@ def build_report(folder: Path, out: Path | None = None, tail: float | None = Non
     if tail is None:
         tail = float((complete[0].config.get("report") or {}).get("tail", DEFAULT_TAIL))
     start = tail_start(complete[0].steps, tail)
-    reference = _reference(rows)
-    table = make_table(rows, reference, start)
+    references = references_of(rows)
+    table = make_table(rows, references, start)
     window = f"steps {start} to {complete[0].steps}"
+    reference = _common_name(references)
     report = Report(
         folder=out if out is not None else folder / "report",
         table=table,
         rows=rows,
-        reference=reference.label,
+        reference=reference,
         window=window,
-        rule=rule_text(table, reference.label, window),
+        rule=rule_text(table, reference, window),
         warnings=[*_row_warnings(table), *run_warnings(rows, start), *environment_warnings(runs)],
     )
     _write(report, start)
     return report
 
 
-def _reference(rows: Sequence[Row]) -> Row:
-    candidates = [row for row in rows if row.complete]
-    return next((row for row in candidates if row.name == REFERENCE), candidates[0])
+def references_of(rows: Sequence[Row]) -> dict[str, Row]:
+    """For each row, by its label, the one that its differences are to; none where its block has no complete run.
+
+    It is the row of the same block that ``report.reference`` names, ``eqb`` by default; where a block lacks it, its
+    first complete one. Where no block has two rows, the rows are compared with one another.
+
+    Raises:
+        ValueError: if ``report.reference`` names a row that no block has.
+    """
+    named = next(filter(None, (_named_reference(run) for row in rows for run in row.runs)), None)
+    if named and not any(named in (row.label, row.balancer, row.name) for row in rows):
+        known = ", ".join(dict.fromkeys(row.balancer for row in rows))
+        raise ValueError(f"report.reference: expected one of the rows {known}, got {named!r}")
+    alone = len({row.block for row in rows}) == len(rows)
+    peers = {row.label: [r for r in rows if r.complete and (alone or r.block == row.block)] for row in rows}
+    return {label: _first_named(found, named or REFERENCE) for label, found in peers.items() if found}
+
+
+def _named_reference(run: Run) -> str | None:
+    return (run.config.get("report") or {}).get("reference")
+
+
+def _first_named(rows: Sequence[Row], name: str) -> Row:
+    """The row of that label or name, the label first; the first row where there is none."""
+    by_label = [row for row in rows if name in (row.label, row.balancer)]
+    return next(iter([*by_label, *(row for row in rows if row.name == name), *rows]))
+
+
+def _common_name(references: Mapping[str, Row]) -> str:
+    """What to call the references in a heading."""
+    chosen = list(references.values())
+    if len({row.label for row in chosen}) == 1:
+        return chosen[0].label
+    return chosen[0].balancer if len({row.balancer for row in chosen}) == 1 else "the first row of the block"
 
 
 def measure(run: Run, start: int) -> dict[str, float]:
@@ -102,15 +137,16 @@ def measure(run: Run, start: int) -> dict[str, float]:
     return {key: tail_mean(run.metrics["step"], run.metrics[key], start) for key in keys}
 
 
-def make_table(rows: Sequence[Row], reference: Row, start: int) -> pd.DataFrame:
-    """One record a row: means over its complete runs, and paired differences to ``reference``."""
+def make_table(rows: Sequence[Row], references: Mapping[str, Row], start: int) -> pd.DataFrame:
+    """One record a row: means over its complete runs, and paired differences to the reference of its block."""
     seeds = {run.seed for row in rows for run in row.runs}
-    against = {run.seed: measure(run, start) for run in reference.complete}
-    return pd.DataFrame([_record(row, row is reference, against, seeds, start) for row in rows])
+    return pd.DataFrame([_record(row, references.get(row.label), seeds, start) for row in rows])
 
 
-def _record(row: Row, is_reference: bool, against: Mapping[int, dict], seeds: set[int], start: int) -> dict[str, Any]:
+def _record(row: Row, reference: Row | None, seeds: set[int], start: int) -> dict[str, Any]:
     measured = {run.seed: measure(run, start) for run in row.complete}
+    against = {run.seed: measure(run, start) for run in reference.complete} if reference else {}
+    is_reference = row is reference
     record: dict[str, Any] = {"balancer": row.label, "seeds": len(measured)}
     for key in SPREAD_OVER_SEEDS:
         record[key], record[f"{key}_std"] = mean_and_std([values[key] for values in measured.values()])
@@ -122,7 +158,8 @@ def _record(row: Row, is_reference: bool, against: Mapping[int, dict], seeds: se
     record["steps"] = row.runs[0].steps
     record["complete"] = seeds == measured.keys()
     record["note"] = _note(row, seeds)
-    return record | {"is_reference": is_reference, "seeds_expected": len(seeds)}
+    record |= {"reference": reference.label if reference else "", **row.point}
+    return record | {"is_reference": is_reference, "seeds_expected": len(seeds), "block": row.block}
 
 
 def _difference(key: str, measured: Mapping[int, dict], against: Mapping[int, dict]) -> dict[str, Any]:
@@ -155,11 +192,12 @@ def rule_text(table: pd.DataFrame, reference: str, window: str) -> str:
         if intervals
         else f"No interval is given: no row shares {MIN_SEEDS} complete seeds with {reference}."
     )
+    where = " of the same block (the values in brackets)" if table["reference"].nunique() > 1 else ""
     return (
         "MaxVio = max load / mean load - 1, of the worst MoE layer: global over all tokens of a step, local over one "
         f"microbatch of one rank. MaxVio and validation bits per byte are means over {window}, then mean ± sample "
-        f"standard deviation over the complete seeds. Differences are to {reference}, paired over the seeds that both "
-        f"rows have, with two-sided {LEVEL:.0%} t intervals [low, high]. A difference is called real ({tables.REAL}) "
+        f"standard deviation over the complete seeds. Differences are to {reference}{where}, paired over the seeds "
+        f"that both rows have, with two-sided {LEVEL:.0%} t intervals [low, high]. One is called real ({tables.REAL}) "
         f"only if at least {MIN_SEEDS} seeds are paired and the interval excludes 0; fewer are marked (n=...), "
         f"in the terminal {tables.TOO_FEW}. {count}"
     )

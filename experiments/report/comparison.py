@@ -1,22 +1,19 @@
-"""Read the run folders of one experiment, refuse what cannot be compared, group the rest into rows.
+"""Refuse runs that cannot be compared, group the rest into rows.
 
-Runs in one table may differ only in ``balancer`` and ``seed``; everything else that can change a result must be equal,
-and the refusal names the key and both values. A row is one resolved ``balancer`` section, its runs are the seeds.
+Runs in one table may differ only in ``balancer``, ``seed`` and the axes that the experiment names (``report.axes``);
+everything else that can change a result must be equal, and the refusal names the key and both values. A row is one
+resolved ``balancer`` section at one point of the axes, its runs are the seeds; the rows of one point are a block, and
+differences are taken within it.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
-import numpy as np
-import pandas as pd
-import yaml
-
 from ..runs import FREE, flatten
+from .reading import OPTIONAL, Run
 
 # the order of the default experiment; presets that it does not know follow alphabetically
 ORDER = (
@@ -33,138 +30,61 @@ ORDER = (
     "eqb_lei",
 )
 COMPARED = ("balancer", "seed")
-REQUIRED = ("step", "tokens", "global_maxvio", "local_maxvio")
-OPTIONAL = ("val_bpb", "tokens_per_s", "dead_share", "skipped", "clamped_share")
 ABSENT = "absent"
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """One run folder, read.
-
-    ``metrics`` has one row per step, numbers only; ``layers_NL [steps, L]`` is the global MaxVio of each MoE layer
-    (``[steps, 0]`` where it was not written); ``finished`` says that the run wrote its summary.
-    """
-
-    folder: Path
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    metrics: pd.DataFrame
-    layers_NL: np.ndarray
-    finished: bool
-    error: str | None
-
-    @property
-    def seed(self) -> int:
-        return int(self.config["seed"])
-
-    @property
-    def steps(self) -> int:
-        """The steps that the config asks for."""
-        return int(self.config["optim"]["steps"])
-
-    @property
-    def last_step(self) -> int:
-        return int(self.metrics["step"].max()) if len(self.metrics) else 0
-
-    @property
-    def complete(self) -> bool:
-        return self.finished and self.last_step == self.steps
-
-    def describe(self) -> str:
-        """What became of it, for the note of its row: ``s1 cut at step 80/150``."""
-        where = f"at step {self.last_step}/{self.steps}"
-        return f"s{self.seed} failed {where}: {self.error}" if self.error else f"s{self.seed} cut {where}"
+# two lengths of a schedule cannot be read at one fraction and one step
+NEVER_AN_AXIS = "optim.steps"
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One balancer: its ``label`` in the table and its runs, one a seed, in the order of the seeds."""
+    """One balancer at one point of the axes: its runs, one a seed, in the order of the seeds.
 
-    label: str
+    ``balancer`` is its label among the rows of its block, ``point`` the values that set the block apart by key, and
+    ``label`` both of them, as the table shows it.
+    """
+
+    balancer: str
     name: str
+    point: dict[str, Any]
     runs: tuple[Run, ...]
+
+    @property
+    def block(self) -> str:
+        """The point in words, with the last part of each key; empty if there is one block only."""
+        return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.point.items())
+
+    @property
+    def label(self) -> str:
+        return f"{self.balancer} [{self.block}]" if self.point else self.balancer
 
     @property
     def complete(self) -> list[Run]:
         return [run for run in self.runs if run.complete]
 
 
-def load_runs(folder: Path) -> list[Run]:
-    """Every run of the experiment in ``folder``, sorted by folder name.
+def axes_of(runs: Sequence[Run]) -> list[str]:
+    """The axes that the experiment names beside the balancer: ``report.axes`` of its runs, together.
 
     Raises:
-        ValueError: if ``folder`` is not an experiment's folder or a file in it cannot be understood.
+        ValueError: if they are not a list of keys of the config, or the length of the schedule is one.
     """
-    if not folder.is_dir():
-        raise ValueError(f"no such folder: {folder} (expected the folder of an experiment, <runs>/<name>)")
-    if (folder / "config.yaml").exists():
-        raise ValueError(f"{folder} is the folder of one run; expected that of its experiment, {folder.parent}")
-    configs = sorted(folder.glob("*/config.yaml"))
-    if not configs:
-        raise ValueError(f"{folder} holds no run (expected <run>/config.yaml in it): not the folder of an experiment")
-    return [load_run(path.parent) for path in configs]
+    axes: dict[str, None] = {}
+    for run in runs:
+        named = (run.config.get("report") or {}).get("axes") or []
+        if not isinstance(named, list) or not all(isinstance(axis, str) for axis in named):
+            raise ValueError(f"report.axes: expected a list of keys such as [model.width], got {named!r}")
+        axes |= dict.fromkeys(named)
+    settings = {key for run in runs for key in (*flatten(run.config), *_machine(run))}
+    for axis in axes:
+        if not any(_is_under(key, axis) for key in settings):
+            raise ValueError(f"report.axes: no run has a key {axis!r}")
+        if _is_under(NEVER_AN_AXIS, axis):
+            raise ValueError(f"report.axes: {axis} would compare runs at different fractions of their schedules")
+    return list(axes)
 
 
-def load_run(folder: Path) -> Run:
-    """Read one run folder; a run that has not written a file yet lacks what is in it.
-
-    Raises:
-        ValueError: if the config is not one of a run, or the metrics have a gap or lack a key.
-    """
-    records = _read_records(folder / "metrics.jsonl")
-    failed = _read_json(folder / "failed.json")
-    finished = (folder / "summary.json").exists()
-    return Run(
-        folder=folder,
-        config=_read_config(folder / "config.yaml"),
-        environment=_read_json(folder / "environment.json"),
-        metrics=_metrics_frame(records, folder / "metrics.jsonl"),
-        layers_NL=np.array([(record.get("layers") or {}).get("global_maxvio", []) for record in records], dtype=float),
-        finished=finished,
-        error=shorten(str(failed.get("error", "unknown error")), 200) if failed and not finished else None,
-    )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        _ = config["balancer"]["name"], int(config["seed"]), int(config["optim"]["steps"])
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not the config of a run (balancer.name, seed, optim.steps): {error!r}") from error
-    return config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from error
-
-
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            # a run that was killed while it wrote leaves half a line at the end
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-    return records
-
-
-def _metrics_frame(records: list[dict[str, Any]], path: Path) -> pd.DataFrame:
-    for number, record in enumerate(records, start=1):
-        missing = [key for key in REQUIRED if key not in record]
-        if missing:
-            raise ValueError(f"{path}, line {number} lacks {', '.join(missing)}")
-        if record["step"] != number:
-            raise ValueError(f"{path}, line {number} is of step {record['step']}: expected every step once, in order")
-    return pd.DataFrame.from_records(records).reindex(columns=[*REQUIRED, *OPTIONAL]).astype(float)
+def _is_under(key: str, axis: str) -> bool:
+    return key == axis or key.startswith(f"{axis}.")
 
 
 def refuse_incomparable(runs: Sequence[Run]) -> None:
@@ -173,39 +93,65 @@ def refuse_incomparable(runs: Sequence[Run]) -> None:
     Raises:
         ValueError: naming every key (five at most) with two values and the runs that have them.
     """
-    settings = {
-        run.folder.name: flatten({k: v for k, v in run.config.items() if k not in (*COMPARED, *FREE)}) for run in runs
+    axes = axes_of(runs)
+    # a run that failed before it wrote its environment or a step has nothing to disagree with
+    facts = (
+        {run.folder.name: _settings(run) for run in runs},
+        {run.folder.name: _machine(run) for run in runs if run.environment},
+        {run.folder.name: _schema(run) for run in runs if run.recorded},
+    )
+    free = (*axes, "world_size") if "parallel.ranks" in axes else axes
+    allowed = {
+        key for fact in facts for values in fact.values() for key in values if any(_is_under(key, a) for a in free)
     }
-    # a run that failed before it wrote its environment has nothing to disagree with
-    machines = {run.folder.name: _machine(run) for run in runs if run.environment}
-    found = [*differences(settings), *differences(machines)]
-    if found:
-        raise ValueError(
-            f"runs in one table may differ only in {' and '.join(COMPARED)}, but these differ in more: "
-            f"{'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}. Give each comparison a name= of its own"
-        )
+    lines = {key: line for fact in facts for key, line in differences(fact).items() if key not in allowed}
+    if not lines:
+        return
+    found = list(lines.values())
+    why = f" {_fractions(runs)}" if NEVER_AN_AXIS in lines else ""
+    raise ValueError(
+        f"runs in one table may differ only in {', '.join([*COMPARED, *axes])}, but these differ in more: "
+        f"{'; '.join(found[:5])}{'; ...' if len(found) > 5 else ''}.{why} Give each comparison a name= of its own, or "
+        "name in report.axes what is compared"
+    )
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    return flatten({key: value for key, value in run.config.items() if key not in (*COMPARED, *FREE)})
 
 
 def _machine(run: Run) -> dict[str, Any]:
     return {
         "data.sha256": (run.environment.get("data") or {}).get("sha256"),
         "world_size": run.environment.get("world_size"),
+        # folders that were written before schemas were numbered
+        "metric_schema": run.environment.get("metric_schema", 1),
     }
 
 
-def differences(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _schema(run: Run) -> dict[str, str]:
+    return {f"metrics.{key}": "recorded" if key in run.recorded else ABSENT for key in OPTIONAL}
+
+
+def _fractions(runs: Sequence[Run]) -> str:
+    """Why runs with schedules of two lengths cannot be read together."""
+    short, long = min(run.steps for run in runs), max(run.steps for run in runs)
+    return f"Step {short} is the end of one schedule and {short / long:.0%} of another."
+
+
+def differences(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """For each key whose value is not the same everywhere, a line with two values and who has them.
 
     >>> differences({"a": {"lr": 1, "x": 0}, "b": {"lr": 2, "x": 0}})
-    ['lr: 1 in a, 2 in b']
+    {'lr': 'lr: 1 in a, 2 in b'}
     """
-    found = []
+    found = {}
     for key in sorted({key for values in settings.values() for key in values}):
         owners: dict[str, str] = {}
         for owner, values in settings.items():
             owners.setdefault(str(values.get(key, ABSENT)), owner)
         if len(owners) > 1:
-            found.append(f"{key}: " + ", ".join(f"{value} in {owner}" for value, owner in list(owners.items())[:2]))
+            found[key] = f"{key}: " + ", ".join(f"{value} in {owner}" for value, owner in list(owners.items())[:2])
     return found
 
 
@@ -220,25 +166,46 @@ def environment_warnings(runs: Iterable[Run]) -> list[str]:
         for run in runs
         if run.environment
     }
-    return [f"the runs were not made alike: {line}" for line in differences(seen)]
+    return [f"the runs were not made alike: {line}" for line in differences(seen).values()]
 
 
 def group_rows(runs: Sequence[Run]) -> list[Row]:
-    """Group runs by their resolved ``balancer`` section, in the order of the table.
+    """Group runs by their resolved ``balancer`` section and their point of the axes, in the order of the table.
 
     Raises:
-        ValueError: if a row has a seed twice.
+        ValueError: if a row has a seed twice, or ``report.axes`` names what no run has.
     """
+    keys = _telling(runs, axes_of(runs))
     groups: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.seed):
-        groups.setdefault(json.dumps(run.config["balancer"], sort_keys=True), []).append(run)
+        place = [run.config["balancer"], _point(run, keys)]
+        groups.setdefault(json.dumps(place, sort_keys=True), []).append(run)
+    rivals = [group[0].config["balancer"] for group in groups.values()]
     rows = []
     for group in groups.values():
-        _refuse_twice(group)
         balancer = group[0].config["balancer"]
-        rivals = [other[0].config["balancer"] for other in groups.values()]
-        rows.append(Row(label_of(balancer, rivals), str(balancer["name"]), tuple(group)))
+        label = label_of(balancer, rivals)
+        rows.append(Row(label, str(balancer["name"]), _point(group[0], keys), tuple(group)))
+        _refuse_twice(group)
     return sorted(rows, key=_position)
+
+
+def _point(run: Run, keys: Iterable[str]) -> dict[str, Any]:
+    facts = flatten(run.config) | _machine(run)
+    return {key: facts.get(key, ABSENT) for key in keys}
+
+
+def _telling(runs: Sequence[Run], axes: Sequence[str]) -> list[str]:
+    """The keys under ``axes`` that set points apart; one that follows from those before it tells nothing new."""
+    facts = [flatten(run.config) | _machine(run) for run in runs]
+    keys: list[str] = []
+    for key in (
+        key for axis in axes for key in sorted({key for fact in facts for key in fact}) if _is_under(key, axis)
+    ):
+        before, after = ({str([fact.get(k) for k in wider]) for fact in facts} for wider in (keys, [*keys, key]))
+        if len(after) > len(before):
+            keys.append(key)
+    return keys
 
 
 def _refuse_twice(group: Sequence[Run]) -> None:
@@ -264,11 +231,12 @@ def label_of(balancer: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -
     return f"{balancer['name']} ({options})" if options else str(balancer["name"])
 
 
-def _position(row: Row) -> tuple[int, str, list[tuple[float, str]]]:
-    """Order of the table: the presets' own, then the name, then the options, numbers by their size."""
+def _position(row: Row) -> tuple[list[tuple[float, str]], int, str, list[tuple[float, str]]]:
+    """Order of the table: by block, in it the presets' own order, then name and options; numbers by their size."""
     rank = ORDER.index(row.name) if row.name in ORDER else len(ORDER)
     options = sorted(flatten(row.runs[0].config["balancer"]).items())
-    numbers = [
-        (float(v) if isinstance(v, int | float) else float("inf"), f"{k}={v}") for k, v in options if k != "name"
-    ]
-    return rank, row.name, numbers
+    return _by_size(row.point.items()), rank, row.name, _by_size(item for item in options if item[0] != "name")
+
+
+def _by_size(items: Iterable[tuple[str, Any]]) -> list[tuple[float, str]]:
+    return [(float(v) if isinstance(v, int | float) else float("inf"), f"{k}={v}") for k, v in items]

@@ -1,4 +1,5 @@
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -6,6 +7,8 @@ import numpy as np
 import pytest
 
 from equipoise.experiments.report import command as report
+from equipoise.experiments.report import plots
+from equipoise.experiments.report.comparison import Row
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +42,14 @@ def drawn(fake_runs: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> re
             fake_runs.write_run(folder, name, seed, values=values, loads=loads)
     fake_runs.write_run(folder, "none", 0, steps=4, planned=12, error="rank 1: <script>\nno memory")
     return report.build_report(folder)
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests are about the numbers; drawing takes a second or two."""
+
+    def draw_all(rows: Sequence[Row], folder: Path, start: int) -> list[plots.Picture]:
+        (folder / "summary.png").write_bytes(b"png")
+        return [plots.Picture(folder / "summary.png", "a picture")]
+
+    monkeypatch.setattr(plots, "draw_all", draw_all)

@@ -1,17 +1,28 @@
-"""Every config composes, and what it describes can be built."""
+"""Every config composes, what it describes can be built, and what an experiment says does not drift in silence.
+
+``golden/`` holds the resolved default config, what each experiment changes in it, and what it sweeps. After a change
+that is meant, write it anew: ``EQUIPOISE_WRITE_GOLDEN=1 .venv/bin/python -m pytest tests/experiments/test_configs.py``.
+"""
 
 import math
+import os
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict
 
 from equipoise.experiments import build
 from equipoise.experiments.moe import Router
+from equipoise.experiments.report.comparison import NEVER_AN_AXIS
+from equipoise.experiments.runs import flatten
 
 CONFIGS = files("equipoise.configs")
+GOLDEN = Path(__file__).with_name("golden")
 
 
 def names(group):
@@ -22,8 +33,35 @@ def resolved(*overrides):
     # as the launcher settles it
     if not any(override.startswith("parallel.ranks=") for override in overrides):
         overrides = (*overrides, "parallel.ranks=2")
+    return composed(*overrides)[0]
+
+
+def composed(*overrides):
+    """The resolved config, and what it sweeps."""
     with initialize_config_module("equipoise.configs", version_base="1.3"):
-        return OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True, throw_on_missing=True)
+        config = compose("config", overrides=list(overrides), return_hydra_config=True)
+        # some names are made of what was chosen
+        HydraConfig.instance().set_config(config)
+        sweep = OmegaConf.to_container(config.hydra.sweeper)["params"] or {}
+        with open_dict(config):
+            del config["hydra"]
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True), sweep
+
+
+def choices(text):
+    return str(text).split(",")
+
+
+def golden(name):
+    """What ``name.yaml`` should hold: for an experiment its changes of the default config and its sweep."""
+    default, _ = composed()
+    if name == "default":
+        return default
+    _, sweep = composed(f"experiment={name}")
+    config, _ = composed(f"experiment={name}", *(f"{key}={choices(text)[0]}" for key, text in sweep.items()))
+    before, after = flatten(default), flatten(config)
+    changes = {key: after.get(key, "absent") for key in sorted({*before, *after}) if before.get(key) != after.get(key)}
+    return {"changes of the first job": changes, "sweep": sweep}
 
 
 @pytest.mark.parametrize("name", names("balancer"))
@@ -54,6 +92,28 @@ def test_every_experiment_composes_and_passes_the_check(name):
     config = resolved(f"experiment={name}")
     build.check(config)
     assert config["name"] == name
+
+
+@pytest.mark.parametrize("name", ["default", *names("experiment")])
+def test_golden_configs(name):
+    path, text = GOLDEN / f"{name}.yaml", yaml.safe_dump(golden(name), sort_keys=False)
+    if os.environ.get("EQUIPOISE_WRITE_GOLDEN"):
+        path.write_text(text)
+    assert path.read_text() == text
+
+
+def test_no_golden_config_is_left_over():
+    assert sorted(path.stem for path in GOLDEN.iterdir()) == sorted(["default", *names("experiment")])
+
+
+@pytest.mark.parametrize("name", names("experiment"))
+def test_what_an_experiment_sweeps_is_compared(name):
+    """What it sweeps beside balancer and seed are axes that its report knows, and its file says how to start it."""
+    default, sweep = composed(f"experiment={name}")
+    axes = {key for key in sweep if key != "seed" and not key.startswith("balancer")}
+    assert axes <= set(default["report"]["axes"])
+    assert NEVER_AN_AXIS not in default["report"]["axes"]
+    assert f"equipoise experiment={name}" in CONFIGS.joinpath(f"experiment/{name}.yaml").read_text()
 
 
 @pytest.mark.parametrize("group", ["model", "optim", "parallel", "tracker"])

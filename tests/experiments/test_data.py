@@ -349,7 +349,7 @@ def test_a_step_has_the_same_tokens_however_many_microbatches_it_has() -> None:
 
 
 def test_a_microbatch_is_a_whole_number_of_chunks() -> None:
-    with pytest.raises(ValueError, match="microbatch of 8 sequences is no whole number of chunks: .* got 3"):
+    with pytest.raises(ValueError, match=r"microbatch of 8 sequences is no whole number of chunks: .* got 3"):
         batches(np.arange(401), microbatches=1, microbatch_sequences=8, chunk_sequences=3)
 
 

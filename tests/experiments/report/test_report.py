@@ -2,7 +2,6 @@
 
 import io
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -11,8 +10,6 @@ import pytest
 from rich.console import Console
 
 from equipoise.experiments.report import command as report
-from equipoise.experiments.report import plots
-from equipoise.experiments.report.comparison import Row
 
 FIRST_COLUMNS = [
     "balancer",
@@ -26,17 +23,6 @@ FIRST_COLUMNS = [
     "tokens",
     "tokens_per_s",
 ]
-
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most tests are about the numbers; drawing takes a second or two."""
-
-    def draw_all(rows: Sequence[Row], folder: Path, start: int) -> list[plots.Picture]:
-        (folder / "summary.png").write_bytes(b"png")
-        return [plots.Picture(folder / "summary.png", "a picture")]
-
-    monkeypatch.setattr(plots, "draw_all", draw_all)
 
 
 def csv_of(folder: Path) -> pd.DataFrame:
@@ -120,6 +106,24 @@ def test_cut_failed_and_missing_seeds_are_told(
 
 
 @pytest.mark.usefixtures("no_figures")
+@pytest.mark.usefixtures("no_figures")
+def test_r5_a_missing_seed_is_said_and_the_exit_status_is_not_zero(
+    fake_runs: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seeds in (("eqb", 3), ("none", 2)):
+        for seed in range(seeds):
+            fake_runs.write_run(tmp_path, name, seed)
+    assert report.main([str(tmp_path)]) == report.INCOMPLETE == 3
+    assert "warning: none: 2 of 3 seeds: s2 missing" in capsys.readouterr().out
+    assert "| none | 2 of 3 seeds: s2 missing |" in (tmp_path / "report" / "table.md").read_text()
+    table = pd.read_csv(tmp_path / "report" / "table.csv").set_index("balancer")
+    assert list(table["complete"]) == [False, True]
+    # two pairs are too few to call anything real
+    assert (table.loc["none", "d_local_maxvio_n"], table.loc["none", "d_local_maxvio_real"]) == (2, False)
+    fake_runs.write_run(tmp_path, "none", 2)
+    assert report.main([str(tmp_path)]) == 0
+
+
 def test_half_a_line_at_the_end_of_a_killed_run(fake_runs: ModuleType, sweep: Path) -> None:
     run = fake_runs.write_run(sweep, "gshard", 0, steps=5, planned=12)
     with (run / "metrics.jsonl").open("a") as file:
@@ -195,7 +199,7 @@ def test_a_failure_leaves_the_old_report_whole(sweep: Path, monkeypatch: pytest.
     def fail(*arguments: object) -> str:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(report, "_page", fail)
+    monkeypatch.setattr(report.page, "render", fail)
     with pytest.raises(OSError, match="no space left"):
         report.build_report(sweep, tail=1.0)
     assert {path.name: path.read_bytes() for path in (sweep / "report").iterdir()} == before
