@@ -14,6 +14,7 @@ from .checks import check_choice, check_number, check_switch, check_whole
 from .data import Batches, Corpus, validation_sequences
 from .model import Model, ModelConfig
 from .parallel import ParallelConfig
+from .tracker import check_login
 
 NUM_BYTES = 256
 SCHEDULES = ("cosine", "linear", "constant")
@@ -36,6 +37,7 @@ def check(config: dict[str, Any]) -> None:
     check_number("report.tail", config["report"]["tail"], positive=True, high=1)
     check_choice("tracker.mode", config["tracker"]["mode"], ("offline", "online", "none"))
     check_choice("tracker.metrics", config["tracker"]["metrics"], ("brief", "full"))
+    check_login(config)
     if config["model"]["vocabulary"] < NUM_BYTES:
         raise ValueError(f"model.vocabulary must hold all {NUM_BYTES} bytes, got {config['model']['vocabulary']}")
     make_data(config)

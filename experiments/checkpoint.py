@@ -5,7 +5,6 @@ library takes seconds to import and a short run may never need it, so it is impo
 """
 
 import pickle
-import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from .runs import checkpoint_steps
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader
@@ -57,7 +58,7 @@ def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     if first:
         shutil.rmtree(place, ignore_errors=True)
         draft.rename(place)
-        for step in _steps(folder)[:-KEPT]:
+        for step in checkpoint_steps(folder)[:-KEPT]:
             shutil.rmtree(folder / f"step-{step}")
     dist.barrier()
 
@@ -68,7 +69,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     Raises:
         ValueError: the checkpoint cannot be read, or lacks part of the model, for example a selection bias.
     """
-    steps = _steps(folder)
+    steps = checkpoint_steps(folder)
     if not steps:
         return None
     import torch.distributed.checkpoint as dcp
@@ -169,8 +170,3 @@ def _keys(state: dict, prefix: str = "") -> list[str]:
     for name, value in state.items():
         keys += _keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
     return keys
-
-
-def _steps(folder: Path) -> list[int]:
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
-    return sorted(int(match[1]) for match in found if match)

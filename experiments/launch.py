@@ -1,10 +1,16 @@
-"""The command ``equipoise``: Hydra composes the config of every job, then ``sweep/jobs.py`` checks and runs them."""
+"""The command ``equipoise``: Hydra composes the config of every job, then ``sweep/jobs.py`` checks and runs them.
+
+``equipoise status`` and ``equipoise diff`` are commands of their own, see ``sweep/status.py`` and ``sweep/diff.py``.
+"""
 
 import contextlib
+import importlib
+import json
 import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -26,6 +32,7 @@ from omegaconf.errors import (
 if TYPE_CHECKING:
     from .sweep.jobs import Trainer
 
+SUBCOMMANDS = ("status", "diff")
 # exit status of a command that was stopped by Ctrl-C, as shells have it
 STOPPED = 130
 
@@ -39,11 +46,15 @@ class Composed:
 
 
 def main(trainer: "Trainer | None" = None) -> int:
-    """Entry of the command; its arguments are Hydra's, ``trainer`` stands in for ``experiments.train`` in tests.
+    """Entry of the command; its arguments are Hydra's or those of a subcommand.
+
+    ``trainer`` stands in for ``experiments.train`` in tests.
 
     Returns the exit status: 0 if every job is complete, 1 if one is not, 130 if stopped. Errors that a user can cause
     are printed without a trace, which ``HYDRA_FULL_ERROR=1`` shows.
     """
+    if len(sys.argv) > 1 and sys.argv[1] in SUBCOMMANDS:
+        return importlib.import_module(f".sweep.{sys.argv[1]}", __package__).main(sys.argv[2:])
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         composed = compose(trainer)
@@ -76,6 +87,7 @@ def compose(trainer: "Trainer | None" = None) -> Composed:
 
     Raises:
         HydraException, OmegaConfBaseException: for an unknown key or preset, a wrong override, a missing value.
+        ValueError: ``beside`` that is no list, a dry run with a plugin.
     """
     composed = Composed()
     beside: set[tuple[str, ...]] = set()
@@ -84,10 +96,12 @@ def compose(trainer: "Trainer | None" = None) -> Composed:
         resolved = _resolve(config)
         settings = HydraConfig.get()
         if _is_plugin(settings.launcher) or _is_plugin(settings.sweeper):
+            if resolved["dry_run"]:
+                raise ValueError("dry_run=true knows Hydra's own launcher and sweeper only: leave the plugin out")
             return _run_for_plugin(resolved, trainer)
         composed.sweep = settings.mode == RunMode.MULTIRUN
         composed.configs.append(resolved)
-        for preset in resolved["beside"] if composed.sweep else ():
+        for preset in _beside(resolved) if composed.sweep else ():
             overrides = _without_balancer(settings.overrides.task)
             # to compose a config takes a tenth of a second
             if (preset, *overrides) not in beside:
@@ -95,17 +109,39 @@ def compose(trainer: "Trainer | None" = None) -> Composed:
                 composed.configs.append(_resolve(hydra.compose("config", [*overrides, f"balancer={preset}"])))
         return None
 
-    with _raising_hydra():
+    with _raising_hydra(), _without_record_of_dry_runs():
         hydra.main(version_base="1.3", config_path="pkg://equipoise.configs", config_name="config")(task)()
-    return composed
+    # a preset may be both swept and beside
+    unique = {json.dumps(config, sort_keys=True): config for config in composed.configs}
+    return Composed(list(unique.values()), composed.sweep)
+
+
+@contextlib.contextmanager
+def _without_record_of_dry_runs() -> Iterator[None]:
+    """Let Hydra write its ``multirun.yaml`` of a dry run, which nothing turns off, where it is thrown away."""
+    before = sys.argv
+    with tempfile.TemporaryDirectory(prefix="equipoise-") as place:
+        if any(re.fullmatch(r"\+*dry_run=true", argument, re.IGNORECASE) for argument in before):
+            sys.argv = [*before, f"hydra.sweep.dir={json.dumps(place)}"]
+        try:
+            yield
+        finally:
+            sys.argv = before
 
 
 def _resolve(config: DictConfig) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
+def _beside(config: dict[str, Any]) -> list[str]:
+    presets = config["beside"]
+    if not isinstance(presets, list) or not all(isinstance(preset, str) for preset in presets):
+        raise ValueError(f"beside: expected a list of presets of balancer, say [eqb], got {presets!r}")
+    return presets
+
+
 def _without_balancer(overrides: Iterable[str]) -> list[str]:
-    return [text for text in overrides if not re.match(r"[+~]*balancer[./=]", text)]
+    return [text for text in overrides if not re.match(r"[+~]*balancer([./=@]|$)", text)]
 
 
 @contextlib.contextmanager

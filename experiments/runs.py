@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from enum import StrEnum
@@ -29,6 +30,8 @@ COMMAND = ("launch", "dry_run", "beside")
 # what a row of metrics.jsonl and of load.parquet means; runs of two schemas are not put into one table
 METRIC_SCHEMA = 2
 HASH_DIGITS = 8
+# whoever asks whether a folder is claimed holds it for less than this
+CLAIM_SECONDS = 0.1
 PACKAGES = ("equipoise", "torch", "triton", "numpy", "hydra-core", "omegaconf", "pandas", "pyarrow", "wandb")
 
 _ABSENT = "absent"
@@ -76,6 +79,15 @@ def run_folder(config: Mapping[str, Any]) -> Path:
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed: expected a whole number from 0 on, got {seed!r}")
     return Path(str(config["runs"])).expanduser() / config["name"] / f"{run_label(config)}-{config_hash(config)}"
+
+
+def seed_of(name: str) -> int:
+    """The seed in the name of a run's folder.
+
+    >>> seed_of("eqb_lei-s12-0123abcd")
+    12
+    """
+    return int(name.rsplit("-", 2)[1].removeprefix("s"))
 
 
 def run_state(folder: Path) -> RunState:
@@ -161,16 +173,46 @@ def claim(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is being written by another process") from None
-        except OSError:
-            # a file system without locks; the claim is a courtesy there
-            pass
+        # a file system without locks says so by another error; the claim is a courtesy there
+        if _lock(handle, fcntl.LOCK_EX) is False:
+            time.sleep(CLAIM_SECONDS)
+            if _lock(handle, fcntl.LOCK_EX) is False:
+                raise ValueError(f"{folder} is being written by another process")
         yield
     finally:
         os.close(handle)
+
+
+def is_claimed(folder: Path) -> bool | None:
+    """Whether a launcher is at work in ``folder``; None where the file system knows no locks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        free = _lock(handle, fcntl.LOCK_SH)
+    finally:
+        os.close(handle)
+    return None if free is None else not free
+
+
+def _lock(handle: int, kind: int) -> bool | None:
+    """Lock an open folder without waiting: True; False if another process has it; None if there are no locks."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The step of the newest checkpoint of the run in ``folder``, from which it goes on; 0 without one."""
+    return max(checkpoint_steps(folder / "checkpoints"), default=0)
+
+
+def checkpoint_steps(checkpoints: Path) -> list[int]:
+    """The steps whose checkpoints lie in the folder ``checkpoints``, in order."""
+    found = (re.fullmatch(r"step-(\d+)", path.name) for path in checkpoints.glob("step-*"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def write_text(path: Path, text: str) -> None:

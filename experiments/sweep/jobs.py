@@ -6,18 +6,22 @@ The same command again skips what is done and resumes what was cut: see ``runs.p
 import json
 import math
 import os
+import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from ..ledger import Entry, record
 from ..report.statistics import tail_mean, tail_start
 from ..runs import (
     COMMAND,
@@ -31,8 +35,12 @@ from ..runs import (
     run_state,
     write_failure,
 )
-from .progress import Progress, format_seconds
-from .ranks import RankError, run_ranks
+from .estimate import dry_run
+from .nodes import find_node
+from .plan import distinguish, print_plan
+from .plugins import PluginJobError
+from .progress import Progress, format_seconds, print_line
+from .ranks import RankError, run_ranks, take_part
 
 CPU_RANKS = 2
 
@@ -49,11 +57,20 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One run: ``index`` counts from 1 within the sweep, ``config`` is resolved to the last number."""
+    """One run: ``index`` counts from 1 within the sweep, ``config`` is resolved to the last number.
+
+    ``settings`` tell it apart from others of the same balancer and seed.
+    """
 
     index: int
     config: dict[str, Any]
     folder: Path
+    settings: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name for people: balancer, seed and, where they are not enough, ``settings``."""
+        return f"{run_label(self.config)} {self.settings}".strip()
 
 
 @dataclass(frozen=True)
@@ -74,7 +91,8 @@ def run_all(
 ) -> int:
     """Run one job a config; one that fails does not stop the next. All configs are checked before anything is trained.
 
-    Returns the exit status: 0 if every job, and for a sweep every row of its table, is complete, else 1.
+    With ``dry_run`` nothing is run but a measurement of a few steps, and nothing stays. Returns the exit status: 0 if
+    every job, and for a sweep every row of its table, is complete, else 1.
 
     Raises:
         ValueError: for a config that cannot be trained, if it is the only one; in a sweep it counts as a failed job.
@@ -89,32 +107,63 @@ def run_all(
     console = console or Console(width=None if sys.stdout.isatty() else 100)
     trainer = trainer or default_trainer()
     jobs, failures = check(configs, trainer, console) if sweep else ([prepare(1, configs[0], trainer)], [])
+    if not jobs:
+        return 1
+    if configs[0]["dry_run"]:
+        complete = dry_run(jobs, len(configs), trainer, console, measured=configs[0]["launch"])
+        return 0 if complete and not failures else 1
     if not configs[0]["launch"]:
         print_commands(jobs, console)
         return 1 if failures else 0
+    if sweep:
+        print_plan(jobs, len(configs), console)
+    enter_ledger(jobs, [shlex.join(["equipoise", *sys.argv[1:]])] * len(jobs), platform.node())
     with Progress(console, len(configs)) as progress:
         failures += [failure for job in jobs if (failure := run_job(job, trainer, progress))]
     if sweep:
         complete = finish_sweep(jobs, failures, len(configs), console)
     else:
         complete = not failures
-        _print(console, str(jobs[0].folder))
+        print_line(console, str(jobs[0].folder))
     return 0 if complete and not failures else 1
 
 
 def run_one(config: dict[str, Any], trainer: Trainer | None = None) -> float | None:
-    """Run one job where a plugin of Hydra wants it; returns its ``val_bpb``.
+    """Run one job where a plugin of Hydra wants it; returns its ``val_bpb``, but None on all nodes but the first.
 
     Raises:
-        RuntimeError: if the job failed.
+        PluginJobError: if the job failed.
+        ValueError: for a config that cannot be trained, or ranks that the nodes cannot share.
     """
     trainer = trainer or default_trainer()
     job = prepare(1, config, trainer)
+    node, ranks = find_node(), job.config["parallel"]["ranks"]
+    # before anything is written
+    node.local_ranks(ranks)
+    if node.index:
+        if run_state(job.folder) != RunState.DONE:
+            take_part(trainer.main, job.folder, ranks)
+        return None
+    # a plugin runs jobs elsewhere and in an order of its own: each goes on alone
+    overrides = HydraConfig.get().overrides if HydraConfig.initialized() else None
+    words = [*overrides.hydra, *overrides.task] if overrides else sys.argv[1:]
+    enter_ledger([job], [shlex.join(["equipoise", *words])], platform.node())
     with Progress(Console(), 1) as progress:
         failure = run_job(job, trainer, progress)
     if failure:
-        raise RuntimeError(f"{failure.label}: {failure.detail}")
+        raise PluginJobError(f"{failure.label}: {failure.detail}")
     return read_json(job.folder / "summary.json").get("val_bpb")
+
+
+def enter_ledger(jobs: Sequence[Job], commands: Sequence[str], host: str | None) -> None:
+    """Write down what shall run, with the command that goes on with each job; ``host`` is where a launcher runs."""
+    place, now = str(Path.cwd()), datetime.now().astimezone().isoformat(timespec="seconds")
+    experiments: dict[Path, dict[str, Entry]] = {}
+    for job, command in zip(jobs, commands, strict=True):
+        entry = Entry(job.label, job.config["optim"]["steps"], command, place, host, now)
+        experiments.setdefault(job.folder.parent, {})[job.folder.name] = entry
+    for experiment, entries in experiments.items():
+        record(experiment, entries)
 
 
 def default_trainer() -> Trainer:
@@ -132,8 +181,10 @@ def check(configs: Sequence[dict[str, Any]], trainer: Trainer, console: Console)
             jobs.append(prepare(index, config, trainer))
         except ValueError as error:
             failures.append(Failure(run_label(config), str(error)))
+    settings, _ = distinguish([job.config for job in jobs])
+    jobs = [replace(job, settings=text) for job, text in zip(jobs, settings, strict=True)]
     # they are named again at the end, after what could run
-    if failures and jobs:
+    if failures:
         print_failures(failures, len(configs), console)
     return jobs, failures
 
@@ -156,7 +207,7 @@ def prepare(index: int, config: dict[str, Any], trainer: Trainer) -> Job:
 
 
 def settle_ranks(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with ``parallel.ranks`` as a number; ``auto`` is one rank a GPU, ``CPU_RANKS`` without one.
+    """The config with ``parallel.ranks`` as a number; ``auto`` is one rank a GPU, ``CPU_RANKS`` a node without one.
 
     ``auto`` takes fewer where ``data.microbatches`` does not divide by that, so that the defaults run on any machine.
 
@@ -164,15 +215,18 @@ def settle_ranks(config: dict[str, Any]) -> dict[str, Any]:
         ValueError: for ranks that are not a positive number, more than the GPUs, or do not divide the microbatches.
     """
     ranks, microbatches = config["parallel"]["ranks"], config["data"]["microbatches"]
-    gpus = torch.cuda.device_count()
+    nodes = find_node().count
+    gpus = torch.cuda.device_count() * nodes
     if not _is_positive(microbatches):
         raise ValueError(f"data.microbatches: expected a positive whole number, got {microbatches!r}")
     if ranks == "auto":
-        ranks = max(number for number in range(1, (gpus or CPU_RANKS) + 1) if microbatches % number == 0)
+        most = gpus or CPU_RANKS * nodes
+        ranks = max((number for number in range(nodes, most + 1, nodes) if microbatches % number == 0), default=nodes)
     if not _is_positive(ranks):
         raise ValueError(f"parallel.ranks: expected auto or a positive whole number, got {ranks!r}")
     if config["launch"] and 0 < gpus < ranks:
-        raise ValueError(f"parallel.ranks: expected at most {gpus}, the GPUs that are visible here, got {ranks}")
+        where = "here" if nodes == 1 else f"on {nodes} nodes"
+        raise ValueError(f"parallel.ranks: expected at most {gpus}, the GPUs that are visible {where}, got {ranks}")
     if microbatches % ranks:
         raise ValueError(
             f"data.microbatches={microbatches} is over all ranks: expected a multiple of parallel.ranks={ranks}"
@@ -186,18 +240,23 @@ def _is_positive(value: Any) -> bool:
 
 def print_commands(jobs: Sequence[Job], console: Console) -> None:
     """Write the run folders that are not done and print the command that starts the ranks of each."""
-    for job in jobs:
-        if run_state(job.folder) != RunState.DONE:
-            with claim(job.folder):
-                open_run(job.folder, job.config)
-            ranks = job.config["parallel"]["ranks"]
-            command = ["torchrun", f"--nproc-per-node={ranks}", "-m", "equipoise.experiments.train", str(job.folder)]
-            _print(console, shlex.join(command))
+    jobs = [job for job in jobs if run_state(job.folder) != RunState.DONE]
+    commands = [_torchrun(job) for job in jobs]
+    enter_ledger(jobs, commands, host=None)
+    for job, command in zip(jobs, commands, strict=True):
+        with claim(job.folder):
+            open_run(job.folder, job.config)
+        print_line(console, command)
+
+
+def _torchrun(job: Job) -> str:
+    ranks = job.config["parallel"]["ranks"]
+    return shlex.join(["torchrun", f"--nproc-per-node={ranks}", "-m", "equipoise.experiments.train", str(job.folder)])
 
 
 def run_job(job: Job, trainer: Trainer, progress: Progress) -> Failure | None:
     """Run one job unless it is done; what stops it is printed and returned."""
-    label = run_label(job.config)
+    label = job.label
     if run_state(job.folder) == RunState.DONE:
         progress.end(job.index, label, "skipped", f"was done before: {describe(job)}")
         return None
@@ -216,7 +275,7 @@ def run_job(job: Job, trainer: Trainer, progress: Progress) -> Failure | None:
 
 def _run_claimed(job: Job, trainer: Trainer, progress: Progress) -> Failure | None:
     """Run the ranks of a job whose folder is ready; what stops them is written to ``failed.json`` and returned."""
-    label, settings = run_label(job.config), job.config
+    label, settings = job.label, job.config
     rank, log = None, None
     try:
         with progress.job(job.index, label, job.folder / "metrics.jsonl", settings["optim"]["steps"]):
@@ -260,7 +319,7 @@ def finish_sweep(jobs: Sequence[Job], failures: Sequence[Failure], total: int, c
         try:
             report = build_report(folder)
         except ValueError as error:
-            _print(console, f"no report of {folder}: {error}", style="red")
+            print_line(console, f"no report of {folder}: {error}", style="red")
             complete = False
         else:
             print_table(report, console)
@@ -275,10 +334,6 @@ def print_failures(failures: Sequence[Failure], total: int, console: Console) ->
     labels: dict[str, list[str]] = {}
     for failure in failures:
         labels.setdefault(failure.detail, []).append(failure.label)
-    _print(console, f"{len(failures)} of {total} jobs failed:", style="red")
+    print_line(console, f"{len(failures)} of {total} jobs failed:", style="red")
     for detail, who in labels.items():
-        _print(console, f"  {', '.join(who)}: {detail}", style="red")
-
-
-def _print(console: Console, line: str, style: str = "") -> None:
-    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"  {', '.join(who)}: {detail}", style="red")

@@ -29,6 +29,8 @@ class MetricsTail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.row: dict[str, Any] = {}
+        # of all steps that were read
+        self.seconds = 0.0
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._offset = 0
         self._inode = 0
@@ -38,7 +40,7 @@ class MetricsTail:
         try:
             status = self.path.stat()
             if status.st_size < self._offset or status.st_ino != self._inode:
-                self._offset, self._inode = 0, status.st_ino
+                self._offset, self._inode, self.seconds = 0, status.st_ino, 0.0
             with self.path.open("rb") as file:
                 file.seek(self._offset)
                 added = file.read()
@@ -48,7 +50,9 @@ class MetricsTail:
         complete = added[: added.rfind(b"\n") + 1]
         self._offset += len(complete)
         rows = [row for line in complete.splitlines() if (row := _parse(line)) is not None]
-        self._seconds.extend(row["seconds"] for row in rows if row.get("seconds") is not None)
+        seconds = [row["seconds"] for row in rows if row.get("seconds") is not None]
+        self._seconds.extend(seconds)
+        self.seconds += sum(seconds)
         self.row = rows[-1] if rows else self.row
         return bool(rows)
 
@@ -103,7 +107,7 @@ class Progress:
     def print(self, line: str, style: str = "") -> None:
         """Print a line that stays, above the live ones."""
         with self._lock:
-            self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+            print_line(self.console, line, style)
 
     @contextmanager
     def job(self, index: int, label: str, metrics: Path, steps: int) -> Iterator[None]:
@@ -191,6 +195,11 @@ class _JobView:
         facts.append(f"{format_count(row.get('tokens_per_s'))} tok/s")
         left = self.tail.seconds_left(self.steps)
         return [*facts, f"{format_seconds(left)} left"] if left else facts
+
+
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Print ``text`` as it is; a line that is too long for the terminal is not cut into lines of its own."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

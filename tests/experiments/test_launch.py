@@ -17,12 +17,14 @@ import yaml
 from rich.console import Console
 
 from equipoise.experiments import launch, runs
+from equipoise.experiments.ledger import read_ledger
 from equipoise.experiments.report import command as report
-from equipoise.experiments.sweep import jobs
+from equipoise.experiments.sweep import jobs, status
 from equipoise.experiments.sweep.ranks import RankError
 
 BALANCERS = ["none", "signed_count", "gshard", "rank_averaged_qb", "histogram_qb", "eqb", "eqb_gshard", "eqb_lei"]
 DEADLINE_SECONDS = 120.0
+GOES_ON = "equipoise: stopped; the same command goes on from the last checkpoints\n"
 
 # a trainer that trains nothing; the ranks are new processes, so it has to be a module that they can import
 STAND_IN = """
@@ -150,7 +152,7 @@ def test_cfg_prints_the_config(
     ("argument", "expected"),
     [
         ("sede=1", ["'sede' at the top", "seed, tracker"]),
-        ("tracker.mod=none", ["'mod' in tracker", "entity, mode, project"]),
+        ("tracker.mod=none", ["'mod' in tracker", "entity, metrics, mode, project"]),
         ("tracker=onlin", ["tracker/onlin", "offline", "online"]),
         ("balancer=eqb,none", ["--multirun"]),
         ("seed=???", ["seed is missing"]),
@@ -172,19 +174,94 @@ def test_config_errors_name_what_is_valid(
     assert "Traceback" not in errors
 
 
+def test_presets_beside_run_once_for_each_seed_and_other_setting(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composed = compose(
+        monkeypatch,
+        "-m",
+        "beside=[lei]",
+        "balancer=eqb_lei",
+        "balancer.gradient.eta=1e-5,2e-5",
+        "+balancer.gradient.more=1",
+        "~balancer.bias.order",
+        "seed=1,2",
+        "optim.steps=3",
+    )
+    names = [(config["balancer"]["name"], config["seed"]) for config in composed.configs]
+    assert sorted(names) == [("eqb_lei", 1), ("eqb_lei", 1), ("eqb_lei", 2), ("eqb_lei", 2), ("lei", 1), ("lei", 2)]
+    assert {config["optim"]["steps"] for config in composed.configs} == {3}
+    lei = next(config["balancer"] for config in composed.configs if config["balancer"]["name"] == "lei")
+    assert lei["gradient"]["eta"] == 1e-5
+    assert "more" not in lei["gradient"]
+    assert lei["bias"] is None
+
+
+def test_preset_that_is_swept_and_beside_runs_once(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed = compose(monkeypatch, "-m", "beside=[eqb]", "balancer=none,eqb")
+    assert [config["balancer"]["name"] for config in composed.configs] == ["none", "eqb"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("[eqbb]", ["balancer/eqbb", "eqb_gshard"]), ("eqb", ["a list of presets", "got 'eqb'"])]
+)
+def test_presets_beside_that_are_none(
+    workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    value: str,
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["equipoise", "-m", f"beside={value}", "balancer=none"])
+    assert launch.main() == 1
+    errors = capsys.readouterr().err
+    assert all(text in errors for text in expected), errors
+
+
+def test_dry_run_leaves_what_is_there_as_it_is(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = workplace / "runs/smoke/multirun.yaml"
+    record.parent.mkdir(parents=True)
+    record.write_text("mine")
+    composed = compose(monkeypatch, "experiment=smoke", "balancer=none", "dry_run=True")
+    assert [config["dry_run"] for config in composed.configs] == [True]
+    assert record.read_text() == "mine"
+    assert sys.argv[-1] == "dry_run=True"
+    assert list(record.parent.iterdir()) == [record]
+
+
+@pytest.mark.parametrize("name", launch.SUBCOMMANDS)
+def test_subcommands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["equipoise", name, "--help"])
+    with pytest.raises(SystemExit):
+        launch.main()
+    assert f"usage: equipoise {name}" in capsys.readouterr().out
+
+
+def test_subcommands_do_without_torch() -> None:
+    code = "import sys; from equipoise.experiments.sweep import diff, status; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # checks and ledger, with ranks that are functions
 
 
 def config_of(seed: int = 0, ranks: Any = 2, **sections: Any) -> dict[str, Any]:
+    sizes = {"width": 8, "num_heads": 1, "num_layers": 1, "num_experts": 4, "top_k": 2, "expert_width": 4}
     return {
         "name": "table",
         "runs": "runs",
         "seed": seed,
         "launch": True,
-        "balancer": {"name": "eqb"},
-        "data": {"microbatches": 8},
+        "dry_run": False,
+        "beside": [],
+        "balancer": {"name": "eqb", "bias": None, "gradient": None},
+        "model": sizes,
+        "data": {"microbatches": 8, "microbatch_sequences": 2, "sequence_length": 4},
         "optim": {"steps": 1},
-        "parallel": {"ranks": ranks},
+        "parallel": {"strategy": "ddp", "ranks": ranks, "recompute": "none"},
+        "validation": {"every": 2},
+        "checkpoint": {"every": 1, "keep": True},
+        "tracker": {"mode": "none"},
         "report": {"tail": 1.0},
     } | sections
 
@@ -202,6 +279,11 @@ def finish(main: Any, folder: Path, ranks: int) -> None:
     row = '{"step": 1, "tokens": 64, "global_maxvio": 1.0, "local_maxvio": null, "seconds": 0.1}\n'
     (folder / "metrics.jsonl").write_text(row)
     runs.write_json(folder / "summary.json", {"val_bpb": 2.5})
+
+
+def outcomes(lines: list[str]) -> list[str]:
+    """What is said of each job in the end, without times and results."""
+    return [line.split(":")[0].split(" in ")[0] for line in lines if line.startswith("[") and " done" in line]
 
 
 def run(configs: list[dict[str, Any]], sweep: bool = True) -> tuple[int, list[str]]:
@@ -279,11 +361,7 @@ def test_sweep_skips_what_is_done_and_resumes_what_was_cut(started: list[str]) -
     assert started[2:3] == first[1:]
     assert len(started) == 4
     assert (cut / "checkpoints").is_dir()
-    assert [line.split(":")[0].split(" in ")[0] for line in lines if " done" in line] == [
-        "[1/3] eqb-s0 was done before",
-        "[2/3] eqb-s1 done",
-        "[3/3] eqb-s2 done",
-    ]
+    assert outcomes(lines) == ["[1/3] eqb-s0 was done before", "[2/3] eqb-s1 done", "[3/3] eqb-s2 done"]
 
 
 def test_bad_config_is_named_before_training_and_others_run(started: list[str]) -> None:
@@ -292,6 +370,14 @@ def test_bad_config_is_named_before_training_and_others_run(started: list[str]) 
     assert lines[:2] == ["1 of 2 jobs failed:", "  eqb-s0: optim.steps: expected a positive number, got 0"]
     assert lines[-2:] == lines[:2]
     assert [name[:6] for name in started] == ["eqb-s1"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"launch": False}, {"dry_run": True}])
+def test_sweep_of_bad_configs_only_says_so_once(started: list[str], changes: dict[str, Any]) -> None:
+    status, lines = run([config_of(optim={"steps": 0}, **changes)])
+    assert status == 1
+    assert lines == ["1 of 1 jobs failed:", "  eqb-s0: optim.steps: expected a positive number, got 0"]
+    assert not Path("runs").exists()
 
 
 def test_bad_config_of_a_single_run_raises(started: list[str]) -> None:
@@ -352,10 +438,43 @@ def test_failed_job_is_recorded_and_does_not_stop_the_sweep(
 
 def test_launch_false_writes_folders_and_prints_commands(started: list[str]) -> None:
     status, lines = run([config_of(seed=seed, launch=False) for seed in range(2)])
-    folders = sorted(Path("runs/table").iterdir())
+    folders = sorted(Path("runs/table").glob("eqb-*"))
     assert status == 0
     assert lines == [f"torchrun --nproc-per-node=2 -m equipoise.experiments.train {folder}" for folder in folders]
     assert runs.run_state(folders[0]) == runs.RunState.CUT
+    assert not started
+    entries = read_ledger(Path("runs/table"))
+    assert [entries[folder.name].command for folder in folders] == lines
+    assert {entry.host for entry in entries.values()} == {None}
+
+
+def test_plan_is_printed_before_the_first_job_and_recorded(started: list[str]) -> None:
+    configs = [config_of(seed=seed, optim={"steps": steps}) for seed in (0, 1) for steps in (1, 3)]
+    run(configs[:1], sweep=False)
+    cut = jobs.prepare(1, configs[3], TRAINER)
+    runs.open_run(cut.folder, cut.config)
+    (cut.folder / "checkpoints/step-2").mkdir(parents=True)
+    status, lines = run(configs)
+    assert status == 0
+    assert lines[:3] == [
+        "jobs: 4 in runs/table: 2 to run, 1 done, 1 to resume (eqb-s1 steps=3 from step 2)",
+        "swept: seed (2), optim.steps (2); ranks 2, steps 1 to 3, tokens a run 64 to 192",
+        "parameters: 4,792 total, 4,600 active for a token",
+    ]
+    assert outcomes(lines)[1] == "[2/4] eqb-s0 steps=3 done"
+    assert [entry.label for entry in read_ledger(Path("runs/table")).values()] == [
+        "eqb-s0 steps=1",
+        "eqb-s0 steps=3",
+        "eqb-s1 steps=1",
+        "eqb-s1 steps=3",
+    ]
+
+
+def test_ledger_that_cannot_be_read_stops_the_sweep(started: list[str]) -> None:
+    Path("runs/table").mkdir(parents=True)
+    (Path("runs/table") / "ledger.json").write_text("{")
+    with pytest.raises(ValueError, match=r"ledger\.json cannot be read as a ledger"):
+        run([config_of()])
     assert not started
 
 
@@ -367,6 +486,7 @@ def test_under_torchrun_is_an_error(started: list[str], monkeypatch: pytest.Monk
 
 def test_run_for_a_plugin(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert jobs.run_one(config_of(), TRAINER) == 2.5
+    assert [entry.label for entry in read_ledger(Path("runs/table")).values()] == ["eqb-s0"]
     monkeypatch.setattr(jobs, "run_ranks", lambda main, folder, ranks: None)
     with pytest.raises(RuntimeError, match=r"eqb-s1: the ranks ended, but wrote no summary\.json"):
         jobs.run_one(config_of(seed=1), TRAINER)
@@ -401,7 +521,7 @@ def test_r1_two_ranks_of_one_job_share_one_folder_and_one_config(workplace: Path
     process = start(workplace, "balancer=none", "parallel.ranks=2")
     out, errors = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, out + errors
-    (folder,) = workplace.glob("runs/*/*")
+    (folder,) = workplace.glob("runs/*/*/")
     assert list(workplace.rglob("*.yaml")) == [folder / "config.yaml"]
     assert runs.load_config(folder)["parallel"]["ranks"] == 2
     assert [path.read_text() for path in sorted(folder.glob("log/*/rank*.out"))] == [
@@ -414,30 +534,6 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Bytes and time of every file."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
-
-
-def test_r2_a_sweep_of_six_that_was_killed_in_the_fourth_goes_on(workplace: Path) -> None:
-    command = ["-m", "balancer=none", "seed=2,3,4,5,6,7", "optim.steps=1"]
-    process = start(workplace, *command, STAND_IN_WAITS="5")
-    wait_for(lambda: list(workplace.glob("runs/*/none-s5-*/metrics.jsonl")) or process.poll() is not None)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=DEADLINE_SECONDS)
-    done = {seed: next(workplace.glob(f"runs/default/none-s{seed}-*")) for seed in (2, 3, 4)}
-    before = {seed: contents(folder) for seed, folder in done.items()}
-    cut = next(workplace.glob("runs/default/none-s5-*"))
-    (cut / "checkpoints").mkdir()
-    process = start(workplace, *command)
-    out, errors = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, out + errors
-    outcomes = [line.split(":")[0].split(" in ")[0] for line in out.splitlines() if " done" in line]
-    skipped = [f"[{index}/6] none-s{index + 1} was done before" for index in (1, 2, 3)]
-    assert outcomes == skipped + [f"[{index}/6] none-s{index + 1} done" for index in (4, 5, 6)]
-    assert {seed: contents(folder) for seed, folder in done.items()} == before
-    # its attempts: cut and resumed; those that came after have one
-    assert sorted(path.name for path in (cut / "log").iterdir()) == ["1", "2"]
-    assert (cut / "checkpoints").is_dir()
-    assert len(list(workplace.glob("runs/default/none-s[67]-*/log/1"))) == 2
-    assert len(list(workplace.glob("runs/default/none-*"))) == 6
 
 
 def living(session: int) -> list[int]:
@@ -453,17 +549,48 @@ def living(session: int) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_r2_a_sweep_of_six_that_was_killed_in_the_fourth_goes_on(workplace: Path, stop: signal.Signals) -> None:
+    experiment, command = workplace / "runs/default", ["-m", "balancer=none", "seed=2,3,4,5,6,7", "optim.steps=1"]
+    process = start(workplace, *command, STAND_IN_WAITS="5")
+    wait_for(lambda: list(workplace.glob("runs/*/none-s5-*/metrics.jsonl")) or process.poll() is not None)
+    # a scheduler's SIGTERM often reaches the launcher alone
+    kill = os.kill if stop == signal.SIGTERM else os.killpg
+    kill(process.pid, stop)
+    _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    wait_for(lambda: not living(process.pid))
+    assert process.returncode == (launch.STOPPED if stop == signal.SIGTERM else -stop)
+    assert errors == GOES_ON * (stop == signal.SIGTERM)
+    assert not list(experiment.glob("*/failed.json"))
+    lines = status.collect(experiment)
+    assert [line.state for line in lines] == ["done"] * 3 + ["cut"] + ["missing"] * 2
+    assert status.commands(lines) == [f"equipoise {' '.join(command)}"]
+    done = {seed: next(workplace.glob(f"runs/default/none-s{seed}-*")) for seed in (2, 3, 4)}
+    before = {seed: contents(folder) for seed, folder in done.items()}
+    cut = next(workplace.glob("runs/default/none-s5-*"))
+    (cut / "checkpoints").mkdir()
+    process = start(workplace, *command)
+    out, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, out + errors
+    assert "jobs: 6 in runs/default: 3 to run, 3 done" in out.splitlines()
+    skipped = [f"[{index}/6] none-s{index + 1} was done before" for index in (1, 2, 3)]
+    assert outcomes(out.splitlines()) == skipped + [f"[{index}/6] none-s{index + 1} done" for index in (4, 5, 6)]
+    assert {seed: contents(folder) for seed, folder in done.items()} == before
+    # its attempts: cut and resumed; those that came after have one
+    assert sorted(path.name for path in (cut / "log").iterdir()) == ["1", "2"]
+    assert (cut / "checkpoints").is_dir()
+    assert len(list(workplace.glob("runs/default/none-s[67]-*/log/1"))) == 2
+    assert len(list(workplace.glob("runs/default/none-*"))) == 6
+    assert status.main([str(experiment)]) == 0
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_stopping_stops_the_whole_sweep(workplace: Path, stop: signal.Signals) -> None:
+def test_ctrl_c_stops_the_whole_sweep(workplace: Path) -> None:
     process = start(workplace, "-m", "balancer=none", "seed=0,3", STAND_IN_WAITS="0,3")
     try:
         wait_for(lambda: list(workplace.glob("runs/*/*/metrics.jsonl")) or process.poll() is not None)
-        # Ctrl-C reaches every process of the terminal, a scheduler's SIGTERM often only the first
-        if stop == signal.SIGINT:
-            os.killpg(process.pid, stop)
-        else:
-            process.send_signal(stop)
+        # it reaches every process of the terminal
+        os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=DEADLINE_SECONDS)
         wait_for(lambda: not living(process.pid))
     finally:
@@ -471,7 +598,7 @@ def test_stopping_stops_the_whole_sweep(workplace: Path, stop: signal.Signals) -
             os.kill(survivor, signal.SIGKILL)
     assert process.returncode == launch.STOPPED
     # a rank that Ctrl-C meets before its output is redirected has its own say first
-    assert errors.endswith("equipoise: stopped; the same command goes on from the last checkpoints\n")
+    assert errors.endswith(GOES_ON)
     assert [path.name[:7] for path in workplace.glob("runs/default/none-*")] == ["none-s0"]
     assert not list(workplace.glob("runs/*/*/failed.json"))
 
