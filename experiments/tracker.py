@@ -6,14 +6,40 @@ import os
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from torch import Tensor
 
-from .runs import write_text
+from .runs import _commit, run_label, write_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# what a reader compares runs by: with tracker.metrics=brief W&B is given these and device_maxvio/<devices>
+BRIEF = (
+    "step",
+    "tokens",
+    "loss",
+    "val_loss",
+    "val_bpb",
+    "global_maxvio",
+    "global_maxvio_mean",
+    "local_maxvio",
+    "local_maxvio_mean",
+    "dead_share",
+    "load_entropy",
+    "bias_norm",
+    "learning_rate",
+    "grad_norm",
+    "skipped",
+    "tokens_per_s",
+)
+# with tracker.metrics=full, so many layers at most have curves of their own
+SHOWN_LAYERS = 32
+# W&B refuses a longer tag
+TAG_LENGTH = 64
 
 
 class Tracker:
@@ -23,13 +49,15 @@ class Tracker:
 
     Args:
         folder: the run folder.
-        config: the resolved config; ``tracker.mode`` is ``offline``, ``online`` or ``none``.
+        config: the resolved config; ``tracker.mode`` is ``offline``, ``online`` or ``none``, ``tracker.metrics`` is
+            ``brief`` or ``full``: how much of a row W&B is given. The files hold all of it.
         step: go on after this step: later rows and parts are dropped.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], step: int) -> None:
         self.metrics = folder / "metrics.jsonl"
         self.loads = folder / "load.parquet"
+        self.config = config
         self.pending: list[pa.Table] = []
         self.rows = _cut_back(self.metrics, self.loads, step)
         self.file = self.metrics.open("a", encoding="utf-8")
@@ -37,7 +65,7 @@ class Tracker:
         for row in self.rows:
             self._show(row)
 
-    def log(self, row: dict[str, Any], load_LE: Tensor, bias_LE: Tensor) -> None:
+    def log(self, row: dict[str, Any], load_LE: "Tensor", bias_LE: "Tensor") -> None:
         """Record step ``row["step"]``: its metrics (non-finite numbers become null), load and bias ``[L, E]``."""
         clean = _finite(row)
         self.file.write(json.dumps(clean) + "\n")
@@ -49,11 +77,9 @@ class Tracker:
         self._show(clean)
 
     def _show(self, row: dict[str, Any]) -> None:
-        """Log the scalars of a row to W&B, unless its server has had that step before the run was cut."""
+        """Give a row to W&B, unless its server has had that step before the run was cut."""
         if self.wandb is not None and row["step"] >= self.wandb.starting_step:
-            scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
-            devices = {f"device_maxvio/{count}": value for count, value in row.get("device_maxvio", {}).items()}
-            self.wandb.log(scalars | devices, step=row["step"])
+            self.wandb.log(wandb_scalars(row, self.config["tracker"]["metrics"]), step=row["step"])
 
     def flush(self) -> None:
         """Write the loads since the last flush; the metrics are on the disk too before a checkpoint is."""
@@ -72,8 +98,71 @@ class Tracker:
         self.flush()
         self.file.close()
         if self.wandb is not None:
-            self.wandb.summary.update(summary)
+            # of what is in the history W&B keeps a summary itself, say the lowest val_bpb
+            self.wandb.summary.update({name: value for name, value in summary.items() if name not in self.rows[-1]})
             self.wandb.finish()
+
+
+def wandb_scalars(row: dict[str, Any], metrics: str) -> dict[str, float]:
+    """What W&B is given of a row of ``metrics.jsonl``: fewer than 100 numbers, however many layers and experts.
+
+    ``brief``: those of ``BRIEF`` and ``device_maxvio/<devices>``. ``full``: every number of the row, and
+    ``layer/<layer>/global_maxvio`` and ``.../local_maxvio`` of up to ``SHOWN_LAYERS`` layers.
+
+    >>> row = {"loss": 2.0, "seconds": 0.1, "val_bpb": None, "layers": {"global_maxvio": [0.5]}}
+    >>> wandb_scalars(row, "brief")
+    {'loss': 2.0}
+    >>> wandb_scalars(row, "full")
+    {'loss': 2.0, 'seconds': 0.1, 'layer/00/global_maxvio': 0.5}
+    """
+    scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    devices = {f"device_maxvio/{count}": value for count, value in row.get("device_maxvio", {}).items()}
+    if metrics == "brief":
+        return {name: value for name, value in scalars.items() if name in BRIEF} | devices
+    layers = {
+        f"layer/{layer:02d}/{name}": values[layer]
+        for name, values in row.get("layers", {}).items()
+        for layer in _spread(len(values), SHOWN_LAYERS)
+        if values[layer] is not None
+    }
+    return scalars | devices | layers
+
+
+def _spread(total: int, most: int) -> list[int]:
+    """Indices of all of ``total``, or of ``most`` of them from the first to the last at even distances.
+
+    >>> _spread(3, 32), _spread(9, 3)
+    ([0, 1, 2], [0, 4, 8])
+    """
+    return list(range(total)) if total <= most else [round(i * (total - 1) / (most - 1)) for i in range(most)]
+
+
+def check_login(config: dict[str, Any]) -> None:
+    """Refuse ``tracker.mode=online`` where W&B has no key. Only looks for one; no network, no prompt.
+
+    Raises:
+        ValueError: where a key could be, or what is wrong with the one that is there.
+    """
+    if config["tracker"]["mode"] != "online":
+        return
+    problem = login_problem()
+    if problem:
+        raise ValueError(f"tracker.mode=online: {problem}; or choose tracker=offline, which needs none")
+
+
+def login_problem() -> str | None:
+    """Why W&B could not log in, or None. A key that is there may still be refused by the server."""
+    # a second to import, and not needed without it; wandb.login() would start a server and ask the network
+    import wandb
+    from wandb.sdk import wandb_setup
+    from wandb.sdk.lib import wbauth
+
+    host = wandb_setup.singleton().settings.base_url
+    try:
+        login = wbauth.authenticate_session(host=host, source="equipoise", prompt=False, update_session=False)
+    except wandb.errors.AuthenticationError as error:
+        return str(error)
+    return None if login else f"no W&B key for {host}: run `wandb login` or set WANDB_API_KEY"
 
 
 def _cut_back(metrics: Path, loads: Path, step: int) -> list[dict[str, Any]]:
@@ -127,7 +216,7 @@ def _start_wandb(folder: Path, config: dict[str, Any]) -> Any:
     An offline run that was cut cannot be continued: syncing its second part replaces the first. So the first is removed
     and the tracker logs the run anew, from the start.
     """
-    tracker, balancer = config["tracker"], config["balancer"]
+    tracker = config["tracker"]
     if tracker["mode"] == "none":
         return None
     # a second to import, and not needed without it
@@ -143,14 +232,33 @@ def _start_wandb(folder: Path, config: dict[str, Any]) -> Any:
         dir=folder,
         id=run_id,
         resume="allow",
-        name=f"{balancer['name']}-s{config['seed']}",
+        name=run_label(config),
         group=config["name"],
-        job_type=balancer["name"],
-        tags=[slot for slot in ("bias", "gradient") if balancer.get(slot)] or ["unbalanced"],
+        job_type=config["balancer"]["name"],
+        tags=_tags(config, _commit(Path(__file__).resolve().parents[1])),
         config=config,
         settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
     )
     run.define_metric("tokens", summary="max")
     run.define_metric("*", step_metric="tokens")
-    run.define_metric("val_bpb", step_metric="tokens", summary="min")
+    # of everything else W&B keeps the last value
+    for name in ("val_bpb", "val_loss"):
+        run.define_metric(name, step_metric="tokens", summary="min")
     return run
+
+
+def _tags(config: dict[str, Any], commit: dict[str, Any]) -> list[str]:
+    """Estimator (its class, or none), gradient, the scales that they balance, experts, top-k, commit if it is known."""
+    bias, gradient = (config["balancer"].get(slot) for slot in ("bias", "gradient"))
+    tags = [section["_target_"].rpartition(".")[2] for section in (bias, gradient) if section]
+    if bias:
+        tags.append("global")
+    else:
+        tags.insert(0, "none")
+    if gradient:
+        # an auxiliary loss can be over the load of the whole step too
+        tags.append("global" if gradient.get("scope") == "global" else "local")
+    tags += [f"E={config['model']['num_experts']}", f"K={config['model']['top_k']}"]
+    if commit["commit"]:
+        tags.append(f"git={commit['commit'][:12]}" + "-dirty" * bool(commit["dirty"]))
+    return [tag[:TAG_LENGTH] for tag in dict.fromkeys(tags)]

@@ -13,10 +13,14 @@ import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from .nodes import PATIENCE_SECONDS, Node, find_node, wait_for
+from .plugins import PluginJobError
 
 # the optimizer imports torch._dynamo, which takes as long as torch itself
 PRELOADED = ["equipoise.experiments.train", "torch._dynamo", "wandb"]
@@ -47,33 +51,31 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = str(self.path(rank, "error.json"))
-        return LogsDest(
-            stdouts={rank: str(self.path(rank, "out")) for rank in envs},
-            stderrs={rank: str(self.path(rank, "err")) for rank in envs},
-            error_files={rank: str(self.path(rank, "error.json")) for rank in envs},
+        # by local rank, of which every node has a 0
+        out, err, errors = (
+            {local: str(self.path(int(env["RANK"]), kind)) for local, env in envs.items()}
+            for kind in ("out", "err", "error.json")
         )
+        for local, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = errors[local]
+        return LogsDest(stdouts=out, stderrs=err, error_files=errors)
 
 
 def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
     """Run ``main(folder)`` in ``ranks`` new processes and wait for them; ``main`` must be importable by its name.
 
-    Their output goes to ``<folder>/log/<attempt>/``, attempts counted from 1.
+    Of a job on several nodes every node calls this and starts its share of the ranks, once all are there. Their output
+    goes to ``<folder>/log/<attempt>/``, attempts counted from 1.
 
     Raises:
+        ValueError: if the ranks cannot be shared out evenly over the nodes.
         RankError: if a rank failed; the others have been stopped.
         KeyboardInterrupt: on Ctrl-C, SIGTERM, SIGHUP or SIGQUIT; all ranks have been stopped.
     """
     logs = RankLogs(_next_attempt(folder / "log"))
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        **_rendezvous(find_node(), folder, ranks),
         max_restarts=0,
         start_method="forkserver",
         logs_specs=logs,
@@ -101,6 +103,32 @@ def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
         raise KeyboardInterrupt(str(stopped)) from stopped
 
 
+def take_part(main: Callable[[str], None], folder: Path, ranks: int) -> None:
+    """Run this node's share of the ``ranks`` of a job whose folder node 0 makes ready.
+
+    Raises:
+        PluginJobError: if a rank failed; node 0 writes down why.
+        TimeoutError: if the folder is not ready in time.
+    """
+    wait_for(folder / "config.yaml")
+    try:
+        run_ranks(main, folder, ranks)
+    except RankError as error:
+        # what submitit hands back is pickled, and that one does not come out again
+        raise PluginJobError(f"rank {error.rank}: {error} (log: {error.log})") from None
+
+
+def _rendezvous(node: Node, folder: Path, ranks: int) -> dict[str, Any]:
+    """How the agents of all nodes meet, each of which starts the ranks of its node."""
+    here = {"min_nodes": node.count, "max_nodes": node.count, "nproc_per_node": node.local_ranks(ranks)}
+    if node.count == 1:
+        return here | {"run_id": uuid.uuid4().hex, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    # c10d numbers the nodes by their names; this keeps rank 0, which writes the record, on node 0, which reads it
+    meeting = {"rdzv_backend": "static", "rdzv_endpoint": node.endpoint}
+    patience = {"rank": node.index, "timeout": PATIENCE_SECONDS}
+    return here | meeting | {"run_id": f"{node.job}-{folder.name}", "rdzv_configs": patience}
+
+
 def _quiet_torch() -> None:
     """Silence what torch logs about ranks that fail or are stopped: the launcher says it in a line."""
     for name in list(logging.root.manager.loggerDict):
@@ -111,6 +139,8 @@ def _quiet_torch() -> None:
 
 def _run_rank(main: Callable[[str], None], folder: str, launcher: int) -> None:
     threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+    # Slurm sends it when time is up, to tell the launcher, but to all processes
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         main(folder)
     except Exception:

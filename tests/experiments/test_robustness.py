@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from equipoise.bench import torture
-from equipoise.experiments import launch, tracker
+from equipoise.experiments import launch
 from equipoise.experiments.checkpoint import load_checkpoint, save_checkpoint
 from equipoise.experiments.tracker import Tracker
 
@@ -227,76 +227,6 @@ def test_what_stops_the_launcher_stops_everything(
 def test_restarts_end_with_the_bits_of_an_uninterrupted_sweep(hurt: list[SimpleNamespace], reference: Path) -> None:
     assert hurt[-1].status == 0, hurt[-1].out
     assert torture.differences(reference, hurt[-1].seeds[0].path.parent) == []
-
-
-# W&B, offline
-
-# logs runs one after the other: (folder, balancer, seed, after which step, to which, whether it is cut there)
-LOGGING = """
-import json, os, signal, sys
-from pathlib import Path
-
-import torch
-from equipoise.experiments.tracker import Tracker
-
-for folder, name, seed, first, last, cut in json.loads(sys.argv[1]):
-    balancer = {"name": name, "bias": None, "gradient": None}
-    wandb = {"mode": "offline", "project": "equipoise", "entity": None}
-    tracker = Tracker(Path(folder), {"name": "table", "seed": seed, "balancer": balancer, "tracker": wandb}, first)
-    for step in range(first + 1, last + 1):
-        tracker.log({"step": step, "tokens": 64 * step, "loss": 1 / step}, torch.zeros(0, 0), torch.zeros(0, 0))
-    if cut:
-        os.kill(os.getpid(), signal.SIGKILL)
-    tracker.finish({"val_bpb": 2.5})
-"""
-
-
-def log_offline(*logs: tuple[Path, str, int, int, int, bool]) -> None:
-    for folder, *_ in logs:
-        folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", LOGGING, json.dumps(logs, default=str)]
-    *_, cut = logs[-1]
-    assert subprocess.run(command, check=False).returncode == (-signal.SIGKILL if cut else 0)
-
-
-def wandb_records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The records of a kind that W&B's own reader finds in the only offline run of a run folder."""
-    (part,) = folder.glob("wandb/offline-run-*")
-    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(part)]
-    records = map(json.loads, subprocess.check_output(command, text=True).splitlines())
-    return [record[kind] for record in records if record["type"] == kind]
-
-
-@pytest.mark.slow
-def test_r3_three_jobs_of_a_sweep_are_three_wandb_runs(tmp_path: Path) -> None:
-    """Also where one process logs them all."""
-    jobs = [("eqb", 0), ("eqb", 1), ("none", 0)]
-    log_offline(*((tmp_path / str(index), name, seed, 0, 2, False) for index, (name, seed) in enumerate(jobs)))
-    runs = [wandb_records(tmp_path / str(index), "run")[0] for index in range(3)]
-    assert len({run["run_id"] for run in runs}) == 3
-    assert [run["display_name"] for run in runs] == ["eqb-s0", "eqb-s1", "none-s0"]
-    assert {run["run_group"] for run in runs} == {"table"}
-
-
-@pytest.mark.slow
-def test_r3_a_run_that_was_cut_has_one_history_without_a_gap(tmp_path: Path) -> None:
-    log_offline((tmp_path, "eqb", 0, 0, 212, True))
-    log_offline((tmp_path, "eqb", 0, 200, 220, False))
-    history = [record["item"] for record in wandb_records(tmp_path, "history")]
-    assert [item["step"] for item in history] == list(range(1, 221))
-    assert [item["_step"] for item in history] == list(range(1, 221))
-    assert [item["tokens"] for item in history] == [64 * step for step in range(1, 221)]
-
-
-def test_r3_steps_that_an_online_run_has_are_not_logged_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its server is at step 6 when the run goes on from 4, or at 3 if what came after was lost on the way."""
-    log(Tracker(tmp_path, config(), 0), *range(1, 7))
-    for known in (3, 6):
-        seen: list[int] = []
-        server = SimpleNamespace(starting_step=known + 1, log=lambda values, step, seen=seen: seen.append(step))
-        monkeypatch.setattr(tracker, "_start_wandb", lambda folder, settings, server=server: server)
-        log(Tracker(tmp_path, config(), 4), *range(5, 9))
-        assert seen == list(range(known + 1, 9))
 
 
 # the record, with a disk that is full

@@ -3,17 +3,12 @@
 import copy
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
 import pytest
-import torch
 
-from equipoise.balancers import HistogramQB
-from equipoise.experiments import measure, runs, tracker
+from equipoise.experiments import runs
 from equipoise.experiments.runs import RunState
-from equipoise.kernels import route
 
 CONFIG: dict[str, Any] = {
     "name": "table",
@@ -164,29 +159,3 @@ def test_environment(tmp_path: Path) -> None:
     assert environment["data"] == {"files": 3}
     assert {"python", "torch", "equipoise", "numpy", "hydra-core"} <= environment["versions"].keys()
     assert {"commit", "dirty", "platform", "cpus", "devices", "command", "started"} <= environment.keys()
-
-
-def test_r7_per_expert_data_goes_to_parquet_and_not_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """48 layers of 256 experts have the keys of 2 layers, each of them one number."""
-    routing = route(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), torch.zeros(256), 8)
-    logged: list[dict[str, float]] = []
-    view = SimpleNamespace(starting_step=0, log=lambda values, step: logged.append(values))
-    monkeypatch.setattr(tracker, "_start_wandb", lambda folder, config: view)
-    for layers in (2, 48):
-        router = SimpleNamespace(last=routing, gradient=None, bias=HistogramQB(256, 8), z_loss=0.0)
-        moe_layers: Any = [SimpleNamespace(router=router, dropped_share=None)] * layers
-        shards: Any = SimpleNamespace(token_shards=None, max=lambda values: values)
-        meter = measure.Meter(moe_layers, shards)
-        meter.add(torch.tensor(2.0))
-        metrics, load_LE, bias_LE = meter.finish()
-        (tmp_path / str(layers)).mkdir()
-        record = tracker.Tracker(tmp_path / str(layers), CONFIG, 0)
-        record.log({"step": 1, "tokens": 64} | metrics, load_LE, bias_LE)
-        record.flush()
-        loads = pd.read_parquet(tmp_path / str(layers) / "load.parquet")
-        assert torch.equal(torch.tensor(loads["count"].to_numpy()).reshape(layers, 256), load_LE.int())
-        assert torch.equal(torch.tensor(loads["bias"].to_numpy()).reshape(layers, 256), bias_LE)
-    few, many = logged
-    assert few.keys() == many.keys()
-    assert len(many) <= 40
-    assert all(isinstance(value, int | float) for value in many.values())

@@ -83,11 +83,13 @@ def test_a_signal_during_the_clean_up_stops_the_sweep(
         ranks.run_ranks(print, tmp_path, 2)
 
 
-def test_logs_of_an_attempt(tmp_path: Path) -> None:
+def test_logs_of_an_attempt_are_named_by_the_rank_among_all_nodes(tmp_path: Path) -> None:
     logs = RankLogs(ranks._next_attempt(tmp_path))
-    environments: dict[int, dict[str, str]] = {0: {}, 1: {}}
+    # by local rank, of the second of two nodes
+    environments = {0: {"RANK": "2"}, 1: {"RANK": "3"}}
     places = logs.reify(environments)
-    assert places.stdouts == {rank: str(tmp_path / "1" / f"rank{rank}.out") for rank in (0, 1)}
-    assert places.stderrs == {rank: str(tmp_path / "1" / f"rank{rank}.err") for rank in (0, 1)}
+    assert places.stdouts == {local: str(tmp_path / "1" / f"rank{2 + local}.out") for local in (0, 1)}
+    assert places.stderrs == {local: str(tmp_path / "1" / f"rank{2 + local}.err") for local in (0, 1)}
     assert environments[1]["TORCHELASTIC_ERROR_FILE"] == places.error_files[1]
+    assert Path(places.error_files[1]).name == "rank3.error.json"
     assert ranks._next_attempt(tmp_path) == tmp_path / "2"
