@@ -190,7 +190,8 @@ class Model(nn.Module):
                 "so a balancer or a z-loss would have no effect; use balancer=none and model.z_loss=0"
             )
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        # drawn by init_weights; to draw it on the meta device too, where configs are checked, imports the compiler
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocabulary, config.width), freeze=False)
         blocks = []
         for layer in range(config.num_layers):
             if layer < config.num_dense_layers:
