@@ -18,6 +18,8 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
+from ..ledger import read_ledger
+from ..runs import seed_of
 from . import page, plots, tables
 from .comparison import (
     Row,
@@ -41,16 +43,23 @@ class Report:
     """What was written.
 
     ``table`` has one row a balancer and point of the axes; ``reference`` names the balancer that differences are to;
-    ``complete`` says that every row has every seed.
+    ``missing`` are the runs that the experiment has planned and never started; ``complete`` says that none is and that
+    every row has every seed.
     """
 
     folder: Path
     table: pd.DataFrame
     rows: list[Row]
     reference: str
-    window: str
+    start: int
     rule: str
     warnings: list[str]
+    missing: list[str]
+
+    @property
+    def window(self) -> str:
+        """The tail window in words; ``start`` is its first step."""
+        return window_of(self.start, int(self.table["steps"].iloc[0]))
 
     @property
     def page(self) -> Path:
@@ -58,7 +67,7 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        return bool(self.table["complete"].all())
+        return bool(self.table["complete"].all()) and not self.missing
 
 
 def build_report(folder: Path, out: Path | None = None, tail: float | None = None) -> Report:
@@ -79,20 +88,33 @@ def build_report(folder: Path, out: Path | None = None, tail: float | None = Non
         tail = float((complete[0].config.get("report") or {}).get("tail", DEFAULT_TAIL))
     start = tail_start(complete[0].steps, tail)
     references = references_of(rows)
-    table = make_table(rows, references, start)
-    window = f"steps {start} to {complete[0].steps}"
+    ledger = read_ledger(folder)
+    missing = {name: entry.label for name, entry in ledger.items() if not (folder / name).exists()}
+    seeds = {run.seed for run in runs} | {seed_of(name) for name in missing}
+    table = make_table(rows, references, seeds, start)
     reference = _common_name(references)
     report = Report(
         folder=out if out is not None else folder / "report",
         table=table,
         rows=rows,
         reference=reference,
-        window=window,
-        rule=rule_text(table, reference, window),
-        warnings=[*_row_warnings(table), *run_warnings(rows, start), *environment_warnings(runs)],
+        start=start,
+        rule=rule_text(table, reference, window_of(start, complete[0].steps)),
+        warnings=[
+            *_row_warnings(table),
+            *(f"{label}: planned, never started" for label in missing.values()),
+            *run_warnings(rows, start),
+            *environment_warnings(runs),
+        ],
+        missing=list(missing.values()),
     )
-    _write(report, start)
+    _write(report)
     return report
+
+
+def window_of(start: int, steps: int) -> str:
+    """The tail window in words."""
+    return f"steps {start} to {steps}"
 
 
 def references_of(rows: Sequence[Row]) -> dict[str, Row]:
@@ -137,9 +159,8 @@ def measure(run: Run, start: int) -> dict[str, float]:
     return {key: tail_mean(run.metrics["step"], run.metrics[key], start) for key in keys}
 
 
-def make_table(rows: Sequence[Row], references: Mapping[str, Row], start: int) -> pd.DataFrame:
-    """One record a row: means over its complete runs, and paired differences to the reference of its block."""
-    seeds = {run.seed for row in rows for run in row.runs}
+def make_table(rows: Sequence[Row], references: Mapping[str, Row], seeds: set[int], start: int) -> pd.DataFrame:
+    """One record a row: means over its complete runs, and differences to its reference, paired over ``seeds``."""
     return pd.DataFrame([_record(row, references.get(row.label), seeds, start) for row in rows])
 
 
@@ -222,12 +243,12 @@ def run_warnings(rows: Sequence[Row], start: int) -> list[str]:
     return found
 
 
-def _write(report: Report, start: int) -> None:
+def _write(report: Report) -> None:
     """Make every file beside its place and move them in at the end, so that a failure leaves the old report whole."""
     report.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=report.folder) as name:
         new = Path(name)
-        figures = plots.draw_all(report.rows, new, start)
+        figures = plots.draw_all(report.rows, new, report.start)
         report.table.drop(columns=INTERNAL).to_csv(new / "table.csv", index=False)
         head, body = tables.header(report.reference), tables.cells(report.table)
         (new / "table.md").write_text(_markdown(report, head, body), encoding="utf-8")

@@ -6,7 +6,6 @@ same balancer and seed in the first block; exactly 0 means the same bits.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -59,7 +58,7 @@ def distance(one: pd.DataFrame, other: pd.DataFrame) -> dict[int, float]:
     return dict(zip(steps.tolist(), np.sqrt((difference**2).mean(axis=1)).tolist(), strict=True))
 
 
-def draw_drift(drift: pd.DataFrame, colours: dict[str, str]) -> Figure:
+def draw_drift(drift: pd.DataFrame, colours: dict[str, str]) -> tuple[Figure, str]:
     """Distance by step, one panel a block: the line is the mean over seeds, the band their range, 0 at the bottom."""
     blocks = list(dict.fromkeys(drift["block"]))
     figure = Figure(figsize=(max(6.5, 4.2 * len(blocks)), 4.6), layout="constrained")
@@ -75,12 +74,11 @@ def draw_drift(drift: pd.DataFrame, colours: dict[str, str]) -> Figure:
         # the same bits are a distance of 0, which a logarithm cannot show
         axes.set_yscale("symlog", linthresh=1e-8)
         axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value else "0")
     panels[0].set_ylabel("RMS difference of the bias")
-    figure.suptitle("Bias against that of the first block: mean over seeds, band: their range", x=0.01, ha="left")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
-    return figure
-
-
-def write_drift(drift: pd.DataFrame, folder: Path) -> None:
-    """Write ``bias_drift.csv``."""
-    drift.to_csv(folder / "bias_drift.csv", index=False)
+    title = "Bias against that of the first block"
+    figure.suptitle(f"{title}: mean over seeds, band: their range", x=0.01, ha="left")
+    # a block may lack a balancer
+    handles = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
+    return figure, title

@@ -1,40 +1,144 @@
-"""The page of the report: one HTML file that holds everything it shows."""
+"""The page of the report: one HTML file that holds everything it shows and asks no network for anything."""
 
 import base64
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import yaml
+from plotly.offline import get_plotlyjs
 
 from ..runs import FREE, flatten
 from . import tables
-from .comparison import COMPARED
+from .comparison import ABSENT, Row
+from .interactive import page_data
 from .plots import Picture
 
 if TYPE_CHECKING:
     from .command import Report
 
+FOLDER = Path(__file__).parent
+# figures that the page draws itself, so that it shows their pictures only without JavaScript
+TWINS = ("summary", "curves_global", "curves_local", "loss_vs_balance", "load_heatmap", "sweep")
+# of a run's config, what says nothing about its row
+ASIDE = ("seed", *FREE)
+
 
 def render(report: "Report", head: list[str], body: list[list[str]], figures: Sequence[Picture]) -> str:
-    """The HTML page, with the pictures inside it."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
-        "page.html.j2"
-    )
-    run = next(run for row in report.rows for run in row.complete)
-    images = [(figure, base64.b64encode(figure.path.read_bytes()).decode("ascii")) for figure in figures]
-    shared = {key: value for key, value in run.config.items() if key not in (*COMPARED, *FREE)}
-    return template.render(
+    """The HTML page: table, plots, configs, and the pictures for readers without JavaScript."""
+    complete = [row for row in report.rows if row.complete]
+    run = complete[0].complete[0]
+    return _template().render(
         title=run.config.get("name", report.folder.parent.name),
         report=report,
         header=head,
-        cells=body,
-        images=images,
+        table=[[(cell, sort_value(cell)) for cell in line] for line in body],
+        images=[(figure, base64.b64encode(figure.path.read_bytes()).decode("ascii")) for figure in figures],
+        twins=TWINS,
         paper=tables,
-        options=[(row.label, flatten(row.runs[0].config["balancer"])) for row in report.rows],
-        config=yaml.safe_dump(shared, sort_keys=False),
+        data=page_data(complete, report.start),
+        plotly=get_plotlyjs(),
+        style=(FOLDER / "page.css").read_text(encoding="utf-8"),
+        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
+        options=row_options(report.rows),
+        shared=yaml.safe_dump(shared([_config(row) for row in report.rows]), sort_keys=False),
+        configs=_configs(report),
         environment=yaml.safe_dump(run.environment, sort_keys=False),
         runs=[run for row in report.rows for run in row.runs],
     )
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.get_template("page.html.j2")
+
+
+def sort_value(cell: str) -> float | None:
+    """The number that a cell of the table begins with, None if it has none; the reference differs from itself by 0.
+
+    >>> [sort_value(cell) for cell in ("0.840 ± 0.030", "-0.1 [-0.3, +0.1]", "12,345", "2 of 3 seeds: s1 missing")]
+    [0.84, -0.1, 12345.0, 2.0]
+    >>> [sort_value(cell) for cell in ("-", "eqb", "reference")]
+    [None, None, 0.0]
+    """
+    if cell == "reference":
+        return 0.0
+    found = re.match(r"[+-]?\d[\d,]*(\.\d+)?", cell)
+    return float(found[0].replace(",", "")) if found else None
+
+
+def _config(row: Row) -> dict[str, Any]:
+    return {key: value for key, value in row.runs[0].config.items() if key not in ASIDE}
+
+
+def row_options(rows: Sequence[Row]) -> list[tuple[str, dict[str, Any]]]:
+    """For each row its label and the keys of its config in which rows differ."""
+    configs = [flatten(_config(row)) for row in rows]
+    keys = [key for key in dict.fromkeys(key for own in configs for key in own) if _differs(key, configs)]
+    return [
+        (row.label, {key: own[key] for key in keys if key in own and key != "balancer.name"})
+        for row, own in zip(rows, configs, strict=True)
+    ]
+
+
+def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
+    return len({str(own.get(key, ABSENT)) for own in configs}) > 1
+
+
+def shared(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The part of nested mappings that is the same in all of them.
+
+    >>> shared([{"a": 1, "b": {"c": 2, "d": 3}}, {"a": 0, "b": {"c": 2, "d": 4}}])
+    {'b': {'c': 2}}
+    """
+    common: dict[str, Any] = {}
+    for key, value in configs[0].items():
+        values = [own.get(key, ABSENT) for own in configs]
+        if all(other == value for other in values):
+            common[key] = value
+        elif all(isinstance(other, dict) for other in values) and (inner := shared(values)):
+            common[key] = inner
+    return common
+
+
+def _configs(report: "Report") -> list[dict[str, Any]]:
+    """The resolved config of each row, and what it changes in that of the reference of its block."""
+    references = {report.rows[place].block: report.rows[place] for place in _reference_places(report)}
+    found = []
+    for row in report.rows:
+        reference = references.get(row.block)
+        changes = [] if reference is None else difference(_config(reference), _config(row))
+        text = yaml.safe_dump(_config(row), sort_keys=False)
+        title = _config_title(row, reference, len(changes))
+        found.append({"label": row.label, "title": title, "reference": reference, "changes": changes, "text": text})
+    return found
+
+
+def _config_title(row: Row, reference: Row | None, changes: int) -> str:
+    if reference is None:
+        return "config"
+    if reference is row:
+        return "config of the reference"
+    return f"config, {changes} {'key differs' if changes == 1 else 'keys differ'} from {reference.label}"
+
+
+def _reference_places(report: "Report") -> list[int]:
+    return [place for place, is_reference in enumerate(report.table["is_reference"]) if is_reference]
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The keys in which two configs differ, with both values.
+
+    >>> difference({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
+    [('a.b', '1', '3'), ('a.c', '2', 'absent')]
+    """
+    old, new = flatten(before), flatten(after)
+    values = [(key, str(old.get(key, ABSENT)), str(new.get(key, ABSENT))) for key in dict.fromkeys([*old, *new])]
+    return [(key, one, other) for key, one, other in values if one != other]

@@ -1,7 +1,10 @@
 """The table as a reader sees it: rounded cells, and their Markdown, LaTeX and terminal forms."""
 
 import math
+import re
+import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import pandas as pd
 from rich.box import SIMPLE_HEAD
@@ -15,6 +18,9 @@ COLUMNS = (("global_maxvio", "global MaxVio", 3), ("local_maxvio", "local MaxVio
 REAL = "*"
 # stands for (n=...) in the terminal, where width is short
 TOO_FEW = "?"
+# characters of a line of a label and of a heading in LaTeX, so that the table fits the text width
+LATEX_LABEL = 20
+LATEX_HEADING = 15
 
 PAPER_TITLE = "ANOTHER MODEL AT ANOTHER SCALE"
 PAPER_NOTE = (
@@ -93,35 +99,82 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([text[0], "|:--|" + "--:|" * (len(head) - 1), *text[1:]])
 
 
-def latex(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
-    """A table for plain LaTeX: no package is needed.
+def wrapped(label: str, width: int) -> str:
+    """A label on lines of at most ``width`` characters, cut between words or else behind a sign.
 
-    >>> print(latex(["a", "b"], [["x_y", "1 ± 2"]], "50 %"))
+    >>> wrapped("eqb_lei (gradient.eta=2e-05)", 22), wrapped("rank_averaged_qb+lei", 18)
+    ('eqb_lei\\n(gradient.eta=2e-05)', 'rank_averaged_qb+\\nlei')
+    """
+    lines = textwrap.wrap(label, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(piece for line in lines for piece in _pieces(line, width))
+
+
+def _pieces(word: str, width: int) -> list[str]:
+    pieces = [""]
+    for part in re.findall(r"[^_+.,=]+[_+.,=]*|[_+.,=]+", word):
+        if len(pieces[-1]) + len(part) <= width:
+            pieces[-1] += part
+        else:
+            pieces += textwrap.wrap(part, width)
+    return [piece for piece in pieces if piece]
+
+
+def latex(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
+    """A table for plain LaTeX, no package is needed; it fits the text width of an article.
+
+    What belongs to a difference, a column headed "vs ..." or "difference", stands below the value before it.
+
+    >>> print(latex(["a", "b", "vs c"], [["x_y", "1 ± 2", "-3 [-4, -2] *"]], "50 %"))
     \\begin{table}
     \\centering
-    \\footnotesize
+    \\scriptsize
     \\setlength{\\tabcolsep}{3pt}
-    \\begin{tabular}{lr}
+    \\begin{tabular}{@{}lr@{}}
     \\hline
     a & b \\\\
+     & vs c \\\\
     \\hline
     x\\_y & 1 $\\pm$ 2 \\\\
+     & $-$3 * \\\\
+     & {[}$-$4, $-$2{]} \\\\
     \\hline
     \\end{tabular}
     \\caption{50 \\%}
     \\end{table}
     """
-    lines = [" & ".join(escape_latex(cell) for cell in line) + r" \\" for line in [head, *rows]]
-    before = [r"\begin{table}", r"\centering", r"\footnotesize", r"\setlength{\tabcolsep}{3pt}"]
-    body = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\hline", lines[0], r"\hline", *lines[1:], r"\hline"]
+    below = {column for column, text in enumerate(head) if text.startswith("vs ") or text == "difference"}
+    lines = [_latex_lines(row, below) for row in (head, *rows)]
+    columns = f"@{{}}l{'r' * (len(head) - len(below) - 1)}@{{}}"
+    before = [r"\begin{table}", r"\centering", r"\scriptsize", r"\setlength{\tabcolsep}{3pt}"]
+    body = [rf"\begin{{tabular}}{{{columns}}}", *(line for row in lines for line in (r"\hline", *row)), r"\hline"]
     return "\n".join([*before, *body, r"\end{tabular}", rf"\caption{{{escape_latex(caption)}}}", r"\end{table}"])
+
+
+def _latex_lines(row: Sequence[str], below: set[int]) -> list[str]:
+    """One row as lines of LaTeX, what is ``below`` under the cell before it."""
+    stacks: list[list[str]] = []
+    for column, text in enumerate(row):
+        if column in below:
+            stacks[-1] += _difference_lines(text)
+        else:
+            stacks.append(wrapped(text, LATEX_LABEL).split("\n") if column == 0 else [text])
+    return [" & ".join(map(escape_latex, cells)) + r" \\" for cells in zip_longest(*stacks, fillvalue="")]
+
+
+def _difference_lines(text: str) -> list[str]:
+    """The difference and its mark, then its interval; a heading on lines of its own."""
+    if text.startswith("vs "):
+        return wrapped(text, LATEX_HEADING).split("\n")
+    value, bracket, rest = text.partition(" [")
+    interval, _, mark = rest.partition("]")
+    return [value + mark, f"[{interval}]"] if bracket else [text]
 
 
 def escape_latex(text: str) -> str:
     """Text with LaTeX's special characters escaped; what has no plain form becomes ``?``.
 
-    >>> print(escape_latex("eqb_lei 0.1 ± 5 %"))
-    eqb\\_lei 0.1 $\\pm$ 5 \\%
+    >>> print(escape_latex("eqb_lei -0.1 ± 5 %"))
+    eqb\\_lei $-$0.1 $\\pm$ 5 \\%
     """
     special = {c: f"\\{c}" for c in "&%$#_{}"} | {
         "\\": r"\textbackslash{}",
@@ -129,12 +182,15 @@ def escape_latex(text: str) -> str:
         "^": r"\textasciicircum{}",
         "<": "$<$",
         ">": "$>$",
+        "|": "$|$",
         "±": r"$\pm$",
+        "\N{MINUS SIGN}": "$-$",
         # a bracket after a line's end would be read as an option of it
         "[": "{[}",
         "]": "{]}",
     }
-    return "".join(special.get(c, c if c.isascii() else "?") for c in text)
+    signed = re.sub(r"(?<![\w.)\]])-(?=\d)", "\N{MINUS SIGN}", text)
+    return "".join(special.get(c, c if c.isascii() else "?") for c in signed)
 
 
 def terminal(table: pd.DataFrame, reference: str, speed: bool = True) -> Table:

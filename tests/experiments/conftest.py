@@ -35,12 +35,18 @@ def drawn(fake_runs: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> re
     """A whole report, figures and all, of a sweep with a hole."""
     folder = tmp_path_factory.mktemp("runs") / "table"
     rng = np.random.default_rng(0)
-    for name, level in (("eqb_lei", 0.5), ("eqb", 1.0), ("my_<own>|one", 1.5)):
+    rows = (("eqb_lei", 0.5, 1e-5), ("eqb_lei", 0.6, 2e-5), ("eqb", 1.0, None), ("my_<own>|one", 1.5, None))
+    for name, level, eta in rows:
         for seed in range(3):
             loads = fake_runs.realistic_loads(level, rng, 12, 2, 8)
-            values = {"global_maxvio": [level + 0.1 * rng.random() for _ in range(12)]}
-            fake_runs.write_run(folder, name, seed, values=values, loads=loads)
-    fake_runs.write_run(folder, "none", 0, steps=4, planned=12, error="rank 1: <script>\nno memory")
+            bias = fake_runs.realistic_bias(loads) if "eqb" in name else np.full(loads.shape, np.nan)
+            values = {key: [level + 0.1 * rng.random() for _ in range(12)] for key in ("global_maxvio", "loss")}
+            changes = {"balancer.gradient.eta": eta} if eta else {}
+            fake_runs.write_run(
+                folder, name, seed, values=values, loads=loads, bias=bias, changes=changes, suffix=f"{eta or ''}"
+            )
+    error = "rank 1: <script>\nno memory"
+    fake_runs.write_run(folder, "none", 0, steps=4, planned=12, values={"loss": 4.0}, error=error)
     return report.build_report(folder)
 
 

@@ -54,13 +54,15 @@ def write_run(
     changes: dict[str, Any] | None = None,
     environment: dict[str, Any] | None = None,
     loads: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
     error: str | None = None,
     suffix: str = "",
 ) -> Path:
     """Write one run and return its folder.
 
     ``values`` maps a metric to a number or to one number a step; ``changes`` maps dotted config keys to values; a run
-    shorter than ``planned`` or with an ``error`` has no summary; ``loads [steps, L, E]`` goes to the parquet file.
+    shorter than ``planned`` or with an ``error`` has no summary; ``loads`` and ``bias``, both ``[steps, L, E]``, go to
+    the parquet file.
     """
     config = config_of(name, seed, planned or steps)
     for key, value in (changes or {}).items():
@@ -80,7 +82,7 @@ def write_run(
     records = [record(step, every, values or {}, loads) for step in range(1, steps + 1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
     if loads is not None:
-        write_loads(run / "load.parquet", loads)
+        write_loads(run / "load.parquet", loads, bias)
     if error is not None:
         (run / "failed.json").write_text(json.dumps({"error": error, "rank": 1, "log": "log/1"}))
     elif steps == (planned or steps):
@@ -106,14 +108,32 @@ def record(step: int, every: int, values: dict[str, Any], loads: np.ndarray | No
     if loads is not None:
         maxvio = loads[step - 1].max(-1) / loads[step - 1].mean(-1) - 1
         line["layers"] = {"global_maxvio": maxvio.tolist(), "local_maxvio": maxvio.tolist()}
+        line["device_maxvio"] = device_maxvio(loads[step - 1])
     return line
 
 
-def write_loads(path: Path, loads: np.ndarray) -> None:
-    """``load.parquet`` of ``loads [steps, L, E]``."""
+def device_maxvio(load_LE: np.ndarray) -> dict[str, float]:
+    """MaxVio of 2, 4, ... devices with contiguous blocks of experts, of the worst layer."""
+    counts = [count for count in (2, 4, 8, 16) if count < load_LE.shape[1] and load_LE.shape[1] % count == 0]
+    blocks = {count: load_LE.reshape(len(load_LE), count, -1).sum(-1) for count in counts}
+    return {str(count): float((block.max(-1) / block.mean(-1) - 1).max()) for count, block in blocks.items()}
+
+
+def write_loads(path: Path, loads: np.ndarray, bias: np.ndarray | None = None) -> None:
+    """``load.parquet`` of ``loads [steps, L, E]``, with ``bias`` of the same shape where it is given."""
     step, layer, expert = np.indices(loads.shape).reshape(3, -1)
     frame = pd.DataFrame({"step": step + 1, "layer": layer, "expert": expert, "count": loads.reshape(-1)})
-    frame.astype({"step": "int32", "layer": "int16", "expert": "int16", "count": "int32"}).to_parquet(path, index=False)
+    frame = frame.astype({"step": "int32", "layer": "int16", "expert": "int16", "count": "int32"})
+    if bias is not None:
+        frame["bias"] = bias.reshape(-1).astype("float32")
+    frame.to_parquet(path, index=False)
+
+
+def realistic_bias(loads: np.ndarray) -> np.ndarray:
+    """A bias ``[steps, L, E]`` that goes down where the load is high."""
+    relative = loads / loads.mean(-1, keepdims=True)
+    steps = np.arange(1, len(loads) + 1)[:, None, None]
+    return -0.05 * np.cumsum(np.log(np.maximum(relative, 0.1)), axis=0) / np.sqrt(steps)
 
 
 def realistic_loads(level: float, rng: np.random.Generator, steps: int, layers: int, experts: int) -> np.ndarray:
@@ -138,11 +158,14 @@ def write_realistic(folder: Path, *, seeds: int = 3, steps: int = 150, layers: i
             values = {
                 "global_maxvio": (wide * shape * np.exp(rng.normal(size=steps) * 0.12 + rng.normal() * 0.04)).tolist(),
                 "local_maxvio": (local * shape * np.exp(rng.normal(size=steps) * 0.06 + rng.normal() * 0.03)).tolist(),
+                "loss": (1.7 + 3.5 * np.exp(-step / 30) + 0.01 * wide + rng.normal(size=steps) * 0.03).tolist(),
                 "val_bpb": (2.5 + 3 * np.exp(-step / 40) + 0.01 * wide + rng.normal() * 0.01).tolist(),
                 "tokens_per_s": (9000 + rng.normal(size=steps) * 200).tolist(),
             }
             loads = realistic_loads(wide, rng, steps, layers, experts)
-            write_run(folder, name, seed, steps=steps, every=25, values=values, loads=loads)
+            has_bias = PRESETS[name]["bias"] is not None
+            bias = realistic_bias(loads) if has_bias else np.full(loads.shape, np.nan)
+            write_run(folder, name, seed, steps=steps, every=25, values=values, loads=loads, bias=bias)
 
 
 def write_three_seeds(folder: Path, name: str, offset: float) -> None:

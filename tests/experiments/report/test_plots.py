@@ -1,73 +1,88 @@
-"""The figures of the report: files, colours, and the numbers behind the heat map."""
+"""The figures of the report: files, colours, labels."""
 
 from pathlib import Path
 from types import ModuleType
 
 import matplotlib as mpl
-import numpy as np
 import pandas as pd
+import pytest
 
 from equipoise.experiments.report import command as report
-from equipoise.experiments.report import heatmap, plots
-from equipoise.experiments.report.comparison import group_rows, load_runs
+from equipoise.experiments.report import plots
+from equipoise.experiments.report.comparison import Row, group_rows
+from equipoise.experiments.report.reading import load_runs
 
-PICTURES = ["summary.png", "curves_global.png", "curves_local.png", "loss_vs_balance.png", "load_heatmap.png"]
+FIGURES = ["summary", "curves_global", "curves_local", "loss_vs_balance", "load_heatmap", "sweep"]
 
 
 def test_files_and_pictures(drawn: report.Report) -> None:
-    names = sorted(path.name for path in drawn.folder.iterdir())
-    assert names == sorted([*PICTURES, "table.csv", "table.md", "table.tex", "index.html"])
-    for name in PICTURES:
-        data = (drawn.folder / name).read_bytes()
+    names = {path.name for path in drawn.folder.iterdir()}
+    pictures = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
+    assert names == {*pictures, "table.csv", "table.md", "table.tex", "index.html"}
+    for name in FIGURES:
+        data = (drawn.folder / f"{name}.png").read_bytes()
         assert data.startswith(b"\x89PNG")
         assert int.from_bytes(data[16:20], "big") > 1000
+        assert "<svg" in (drawn.folder / f"{name}.svg").read_text()
 
 
-def test_drawing_leaves_matplotlib_as_it_was(drawn: report.Report, tmp_path: Path) -> None:
+def test_drawing_leaves_matplotlib_as_it_was(
+    drawn: report.Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the two curves are enough
+    for name in ("summary", "loss_vs_balance", "load_heatmap", "sweep_figure"):
+        monkeypatch.setattr(plots, name, lambda *a: (mpl.figure.Figure(figsize=(1, 1)), "empty"))
     with mpl.rc_context({"font.size": 23.0}):
         before = dict(mpl.rcParams)
         plots.draw_all(drawn.rows, tmp_path, 9)
         assert dict(mpl.rcParams) == before
     # the reader's own settings do not show
-    assert (tmp_path / "curves_local.png").read_bytes() == (drawn.folder / "curves_local.png").read_bytes()
+    for name in ("curves_local.png", "curves_local.svg"):
+        assert (tmp_path / name).read_bytes() == (drawn.folder / name).read_bytes()
+
+
+def rows_of(fake_runs: ModuleType, folder: Path, names: list[str]) -> list[Row]:
+    """A row a name; the n-th eqb_lei has the eta n * 1e-5."""
+    for number, name in enumerate(names):
+        changes = {"balancer.gradient.eta": float(f"{names[: number + 1].count(name)}e-5")} if name == "eqb_lei" else {}
+        fake_runs.write_run(folder, name, 0, changes=changes, suffix=str(number))
+    return group_rows(load_runs(folder))
 
 
 def test_colours_belong_to_balancers(fake_runs: ModuleType, tmp_path: Path) -> None:
-    for number, name in enumerate(["eqb", "eqb_lei", "eqb_lei", "mine", "yours"]):
-        changes = {"balancer.gradient.eta": 1e-5 * number} if name == "eqb_lei" else {}
-        fake_runs.write_run(tmp_path, name, 0, changes=changes, suffix=str(number))
-    styles = plots.styles_of(group_rows(load_runs(tmp_path)))
-    assert styles["eqb"].colour == plots.COLOURS["eqb"]
+    styles = plots.styles_of(rows_of(fake_runs, tmp_path, ["eqb", "gshard", "eqb_lei", "mine", "yours"]))
+    for name in ("eqb", "gshard", "eqb_lei"):
+        assert styles[name].colour == plots.COLOURS[name]
     assert len({style.colour for style in styles.values()}) == 5
     assert len({style.marker for style in styles.values()}) == 5
 
 
-def test_relative_load(fake_runs: ModuleType, tmp_path: Path) -> None:
-    loads = np.array([[[1, 3], [4, 4]], [[0, 8], [2, 6]]])
-    path = tmp_path / "load.parquet"
-    fake_runs.write_loads(path, loads)
-    # layers are numbered from the first MoE layer of the model, positions from 0
-    frame = pd.read_parquet(path)
-    frame["layer"] += 3
-    frame.to_parquet(path)
-    np.testing.assert_array_equal(heatmap.relative_load(path, 0), [[0.5, 0.0], [1.5, 2.0]])
-    np.testing.assert_array_equal(heatmap.relative_load(path, 1), [[1.0, 0.5], [1.0, 1.5]])
-    assert heatmap.relative_load(path, 2) is None
-    # what a run writes is a folder of parts
-    parts = tmp_path / "parts"
-    parts.mkdir()
-    for step, part in frame.groupby("step"):
-        part.to_parquet(parts / f"part-{step}.parquet", index=False)
-    np.testing.assert_array_equal(heatmap.relative_load(parts, 1), [[1.0, 0.5], [1.0, 1.5]])
-    assert heatmap.relative_load(tmp_path / "absent.parquet", 0) is None
+def test_rows_of_one_name_are_shades_from_light_to_dark(fake_runs: ModuleType, tmp_path: Path) -> None:
+    styles = plots.styles_of(rows_of(fake_runs, tmp_path, ["eqb", *["eqb_lei"] * 5]))
+    sums = [sum(mpl.colors.to_rgb(style.colour)) for label, style in styles.items() if label.startswith("eqb_lei")]
+    assert len(sums) == 5
+    assert sums == sorted(sums, reverse=True)
+    assert styles["eqb_lei (gradient.eta=3e-05)"].colour == plots.COLOURS["eqb_lei"]
 
 
-def test_of_many_layers_the_worst_is_shown(fake_runs: ModuleType, tmp_path: Path) -> None:
-    loads = np.ones((12, 6, 4), dtype=int)
-    # layer 1 is worst early, layer 4 in the tail
-    loads[:8, 1, 0] = 90
-    loads[8:, 4, 0] = 50
-    fake_runs.write_run(tmp_path, "eqb", 0, loads=loads)
-    rows = group_rows(load_runs(tmp_path))
-    assert heatmap.layers_to_show(rows, 9) == [4]
-    assert heatmap.layers_to_show(rows, 1) == [1]
+def test_many_unknown_names_do_not_share_a_colour(fake_runs: ModuleType, tmp_path: Path) -> None:
+    styles = plots.styles_of(rows_of(fake_runs, tmp_path, [f"mine{number:02}" for number in range(15)]))
+    assert len({style.colour for style in styles.values()}) == 15
+
+
+@pytest.mark.parametrize("draw", [plots.summary, plots.loss_vs_balance, lambda *a: plots.curves(*a, "local_maxvio")])
+def test_nothing_is_cut_off(fake_runs: ModuleType, tmp_path: Path, draw) -> None:
+    names = [f"a_balancer_of_a_long_name_{number:02}" for number in range(12)]
+    with mpl.rc_context(plots.STYLE):
+        figure, _ = draw(rows_of(fake_runs, tmp_path, names), 9)
+        figure.draw_without_rendering()
+    size, box = figure.get_size_inches(), figure.get_tightbbox()
+    assert box.min.min() > -0.02
+    assert (box.max <= size + 0.02).all()
+
+
+def test_a_thinned_frame_keeps_its_end() -> None:
+    frame = pd.DataFrame({"x": range(10)})
+    assert plots.thinned(frame, 10)["x"].tolist() == list(range(10))
+    assert plots.thinned(frame, 4)["x"].tolist() == [0, 3, 6, 9]
+    assert plots.thinned(frame, 3)["x"].tolist() == [1, 5, 9]
