@@ -108,8 +108,8 @@ def shade(colour: str, position: int, number: int) -> str:
 def draw_all(rows: Sequence[Row], folder: Path, start: int) -> list[Picture]:
     """Write every figure into ``folder``, as PNG and as SVG; ``start`` is the first step of the tail window.
 
-    Where rows have an axis, also ``bias_drift.csv``. The pictures that are returned are the PNGs; rows without a complete
-    run are left out.
+    Where rows have an axis, also ``bias_drift.csv``. The pictures that are returned are the PNGs; rows without a
+    complete run are left out.
     """
     rows = [row for row in rows if row.complete]
     figures: dict[str, Callable[[Sequence[Row], int], tuple[Figure, str]]] = {
