@@ -14,6 +14,7 @@ from .checks import check_choice, check_number, check_switch, check_whole
 from .data import Batches, Corpus, validation_sequences
 from .model import Model, ModelConfig
 from .parallel import ParallelConfig
+from .runs import flatten
 from .tracker import check_login
 
 NUM_BYTES = 256
@@ -34,7 +35,7 @@ def check(config: dict[str, Any]) -> None:
     check_whole("validation.every", config["validation"]["every"])
     check_whole("checkpoint.every", config["checkpoint"]["every"])
     check_switch("checkpoint.keep", config["checkpoint"]["keep"])
-    check_number("report.tail", config["report"]["tail"], positive=True, high=1)
+    _check_report(config)
     check_choice("tracker.mode", config["tracker"]["mode"], ("offline", "online", "none"))
     check_choice("tracker.metrics", config["tracker"]["metrics"], ("brief", "full"))
     check_login(config)
@@ -155,6 +156,21 @@ def learning_rate(optim: dict[str, Any], step: int) -> float:
     done = (step - warmup) / max(optim["steps"] - warmup, 1)
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[optim["schedule"]]
     return peak * (optim["final"] + (1 - optim["final"]) * left)
+
+
+def _check_report(config: dict[str, Any]) -> None:
+    report = config["report"]
+    check_number("report.tail", report["tail"], positive=True, high=1)
+    axes, reference = report["axes"], report["reference"]
+    if not isinstance(axes, list) or not all(isinstance(axis, str) for axis in axes):
+        raise ValueError(f"report.axes must be a list of keys such as [model.width], got {axes!r}")
+    for axis in axes:
+        # what the report knows of a run beside its config may be one too
+        known = (*flatten(config), "world_size", "data.sha256")
+        if not any(key == axis or key.startswith(f"{axis}.") for key in known):
+            raise ValueError(f"report.axes: there is no key {axis!r} in the config")
+    if reference is not None and not isinstance(reference, str):
+        raise ValueError(f"report.reference must be the label of a row, got {reference!r}")
 
 
 def _check_optim(optim: dict[str, Any]) -> None:

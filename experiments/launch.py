@@ -95,14 +95,17 @@ def compose(trainer: "Trainer | None" = None) -> Composed:
     def task(config: DictConfig) -> float | None:
         resolved = _resolve(config)
         settings = HydraConfig.get()
-        if _is_plugin(settings.launcher) or _is_plugin(settings.sweeper):
-            if resolved["dry_run"]:
-                raise ValueError("dry_run=true knows Hydra's own launcher and sweeper only: leave the plugin out")
+        if has_plugin(settings):
+            # Hydra calls a launcher for a sweep only; without one the job would be trained here
+            if settings.mode != RunMode.MULTIRUN:
+                raise ValueError("a launcher or a sweeper of a plugin runs sweeps: expected -m beside it")
             return _run_for_plugin(resolved, trainer)
         composed.sweep = settings.mode == RunMode.MULTIRUN
         composed.configs.append(resolved)
         for preset in _beside(resolved) if composed.sweep else ():
             overrides = _without_balancer(settings.overrides.task)
+            # the presets may lie in a folder that the command line names
+            overrides += [text for text in settings.overrides.hydra if text.startswith("hydra.searchpath=")]
             # to compose a config takes a tenth of a second
             if (preset, *overrides) not in beside:
                 beside.add((preset, *overrides))
@@ -121,8 +124,10 @@ def _without_record_of_dry_runs() -> Iterator[None]:
     """Let Hydra write its ``multirun.yaml`` of a dry run, which nothing turns off, where it is thrown away."""
     before = sys.argv
     with tempfile.TemporaryDirectory(prefix="equipoise-") as place:
-        if any(re.fullmatch(r"\+*dry_run=true", argument, re.IGNORECASE) for argument in before):
-            sys.argv = [*before, f"hydra.sweep.dir={json.dumps(place)}"]
+        dry = [number for number, text in enumerate(before) if re.fullmatch(r"\+*dry_run=true", text, re.IGNORECASE)]
+        if dry:
+            # beside the other overrides: an option such as -m may come last
+            sys.argv = [*before[: dry[0]], f"hydra.sweep.dir={json.dumps(place)}", *before[dry[0] :]]
         try:
             yield
         finally:
@@ -157,8 +162,10 @@ def _raising_hydra() -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = before
 
 
-def _is_plugin(node: DictConfig) -> bool:
-    return not str(node["_target_"]).startswith("hydra._internal.core_plugins.basic_")
+def has_plugin(settings: Any) -> bool:
+    """Whether Hydra's ``settings`` name a launcher or a sweeper that is not its own."""
+    targets = (str(settings[part]["_target_"]) for part in ("launcher", "sweeper"))
+    return any(not target.startswith("hydra._internal.core_plugins.basic_") for target in targets)
 
 
 def _run_for_plugin(config: dict[str, Any], trainer: "Trainer | None") -> float | None:

@@ -8,10 +8,11 @@ report was written but a row lacks a seed (it says which); 2 if there is nothing
 import argparse
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pandas as pd
 from rich.console import Console
 
 from ..ledger import read_ledger
-from ..runs import seed_of
+from ..runs import RunState, run_state
 from . import page, plots, tables
 from .comparison import (
     Row,
@@ -70,27 +71,30 @@ class Report:
         return bool(self.table["complete"].all()) and not self.missing
 
 
-def build_report(folder: Path, out: Path | None = None, tail: float | None = None) -> Report:
+def build_report(folder: Path, out: Path | None = None, **settings: Any) -> Report:
     """Read the runs of the experiment in ``folder`` and write the report to ``out`` (``folder/report``).
 
-    ``tail`` is the share of the steps that the table averages over, from the end; by default the one of the config.
+    ``settings`` are ``tail`` (the share of the steps that the table averages over, from the end), ``axes`` and
+    ``reference``; what is not given, or None, is as in the configs of the runs (``report``).
 
     Raises:
         ValueError: if the folder is not an experiment's, no run is complete, or the runs cannot be compared.
     """
-    runs = load_runs(folder)
+    given = {key: value for key, value in settings.items() if value is not None}
+    runs = [_with_settings(run, given) for run in load_runs(folder)]
     refuse_incomparable(runs)
     rows = group_rows(runs)
     complete = [run for row in rows for run in row.complete]
     if not complete:
         raise ValueError(f"{folder} holds no complete run: {'; '.join(run.describe() for run in runs)}")
-    if tail is None:
-        tail = float((complete[0].config.get("report") or {}).get("tail", DEFAULT_TAIL))
+    tail = _setting(complete[0], "tail", DEFAULT_TAIL)
+    if not isinstance(tail, int | float):
+        raise ValueError(f"report.tail: expected a share of the steps, got {tail!r} in {complete[0].folder}")
     start = tail_start(complete[0].steps, tail)
-    references = references_of(rows)
+    references = references_of(rows, given.get("reference"))
     ledger = read_ledger(folder)
-    missing = {name: entry.label for name, entry in ledger.items() if not (folder / name).exists()}
-    seeds = {run.seed for run in runs} | {seed_of(name) for name in missing}
+    missing = {name: entry.label for name, entry in ledger.items() if run_state(folder / name) == RunState.NEW}
+    seeds = {run.seed for run in runs} | {int(found[1]) for name in missing if (found := re.search(r"-s(\d+)-", name))}
     table = make_table(rows, references, seeds, start)
     reference = _common_name(references)
     report = Report(
@@ -103,6 +107,7 @@ def build_report(folder: Path, out: Path | None = None, tail: float | None = Non
         warnings=[
             *_row_warnings(table),
             *(f"{label}: planned, never started" for label in missing.values()),
+            *_setting_warnings(complete, rows),
             *run_warnings(rows, start),
             *environment_warnings(runs),
         ],
@@ -117,26 +122,48 @@ def window_of(start: int, steps: int) -> str:
     return f"steps {start} to {steps}"
 
 
-def references_of(rows: Sequence[Row]) -> dict[str, Row]:
+def _with_settings(run: Run, given: Mapping[str, Any]) -> Run:
+    settings: dict[str, Any] = {**(run.config.get("report") or {}), **given}
+    return replace(run, config=run.config | {"report": settings})
+
+
+def _setting(run: Run, key: str, default: Any = None) -> Any:
+    return (run.config.get("report") or {}).get(key, default)
+
+
+def _setting_warnings(complete: Sequence[Run], rows: Sequence[Row]) -> list[str]:
+    """Where the runs do not agree on how they are to be read, and a reference that is not there."""
+    found = []
+    for key in ("tail", "reference"):
+        values = list(dict.fromkeys(str(_setting(run, key)) for run in complete))
+        if len(values) > 1:
+            found.append(f"the runs have several report.{key} ({', '.join(values)}); the first is taken")
+    named = _setting(complete[0], "reference")
+    if named and not _is_named(rows, named):
+        found.append(f"report.reference: there is no row {named!r}; the first of a block is taken")
+    return found
+
+
+def _is_named(rows: Sequence[Row], name: str) -> bool:
+    return any(name in (row.label, row.balancer, row.name) for row in rows)
+
+
+def references_of(rows: Sequence[Row], given: str | None = None) -> dict[str, Row]:
     """For each row, by its label, the one that its differences are to; none where its block has no complete run.
 
-    It is the row of the same block that ``report.reference`` names, ``eqb`` by default; where a block lacks it, its
-    first complete one. Where no block has two rows, the rows are compared with one another.
+    It is the row of the same block that is ``given`` or that ``report.reference`` names, ``eqb`` by default; where a
+    block lacks it, its first complete one. Where no block has two rows, the rows are compared with one another.
 
     Raises:
-        ValueError: if ``report.reference`` names a row that no block has.
+        ValueError: if ``given`` names a row that no block has.
     """
-    named = next(filter(None, (_named_reference(run) for row in rows for run in row.runs)), None)
-    if named and not any(named in (row.label, row.balancer, row.name) for row in rows):
+    if given and not _is_named(rows, given):
         known = ", ".join(dict.fromkeys(row.balancer for row in rows))
-        raise ValueError(f"report.reference: expected one of the rows {known}, got {named!r}")
+        raise ValueError(f"reference: expected one of the rows {known}, got {given!r}")
+    named = next((name for row in rows for run in row.complete if (name := _setting(run, "reference"))), None)
     alone = len({row.block for row in rows}) == len(rows)
     peers = {row.label: [r for r in rows if r.complete and (alone or r.block == row.block)] for row in rows}
     return {label: _first_named(found, named or REFERENCE) for label, found in peers.items() if found}
-
-
-def _named_reference(run: Run) -> str | None:
-    return (run.config.get("report") or {}).get("reference")
 
 
 def _first_named(rows: Sequence[Row], name: str) -> Row:
@@ -285,9 +312,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder of the experiment, e.g. runs/paper_table")
     parser.add_argument("--out", type=Path, help="where to write (default: FOLDER/report)")
     parser.add_argument("--tail", type=float, help="share of the steps to average over, from the end (default: config)")
+    parser.add_argument(
+        "--axes", help="keys that rows may differ in, e.g. model.width,model.num_experts; a block a point"
+    )
+    parser.add_argument("--reference", help="label of the row that differences are to (default: config, or eqb)")
     arguments = parser.parse_args(argv)
+    axes = None if arguments.axes is None else [axis for axis in arguments.axes.split(",") if axis]
     try:
-        report = build_report(arguments.folder, arguments.out, arguments.tail)
+        report = build_report(
+            arguments.folder, arguments.out, tail=arguments.tail, axes=axes, reference=arguments.reference
+        )
     except (ValueError, OSError) as error:
         print(f"equipoise-report: {error}", file=sys.stderr)
         return 2

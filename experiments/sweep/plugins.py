@@ -22,8 +22,10 @@ class PluginNotes(Callback):
         if not _has_plugin(config):
             return
         # Hydra makes a warning of an exception that a callback raises, but not of this one
-        if config.dry_run:
-            sys.exit("equipoise: dry_run=true knows Hydra's own launcher and sweeper only: leave the plugin out")
+        if config.dry_run or not config.launch:
+            sys.exit(
+                "equipoise: dry_run=true and launch=false know Hydra's own launcher and sweeper: leave the plugin out"
+            )
         if config.hydra.launcher._target_.endswith(".SlurmLauncher") and shutil.which("srun") is None:
             sys.exit("equipoise: there is no Slurm here (no srun on the PATH): start this where jobs are submitted")
         if config.beside:
@@ -38,6 +40,6 @@ class PluginNotes(Callback):
 
 def _has_plugin(config: DictConfig) -> bool:
     # the command imports this module by way of Hydra
-    from ..launch import _is_plugin
+    from ..launch import has_plugin
 
-    return _is_plugin(config.hydra.launcher) or _is_plugin(config.hydra.sweeper)
+    return has_plugin(config.hydra)

@@ -110,7 +110,7 @@ def test_a_lone_balancer_is_compared_over_the_axis(fake_runs: ModuleType, tmp_pa
     [
         ({"report.axes": "model.width"}, r"report\.axes: expected a list of keys such as \[model\.width\], got 'model"),
         ({"report.axes": ["model.depth"]}, r"report\.axes: no run has a key 'model\.depth'"),
-        ({"report.reference": "lei"}, r"report\.reference: expected one of the rows none, eqb, got 'lei'"),
+        ({"report.tail": None}, r"report\.tail: expected a share of the steps, got None in .*none-s0"),
     ],
 )
 def test_wrong_settings_of_the_report(fake_runs: ModuleType, tmp_path: Path, changes: dict, message: str) -> None:

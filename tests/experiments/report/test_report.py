@@ -138,6 +138,40 @@ def test_r5_a_seed_that_no_row_has_is_known_from_the_ledger(
 
 
 @pytest.mark.usefixtures("no_figures")
+def test_r5_a_folder_without_a_config_is_a_run_that_never_started(sweep: Path) -> None:
+    entry = Entry("eqb-s3", 12, "equipoise ...", "/place", None, "2026-11-30T00:00:00+00:00")
+    record(sweep, {"eqb-s3-0123abcd": entry, "no seed in this name": entry})
+    (sweep / "eqb-s3-0123abcd").mkdir()
+    assert report.build_report(sweep).missing == ["eqb-s3", "eqb-s3"]
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_axes_and_reference_of_the_command_line(
+    fake_runs: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that runs that are done can be read in another way."""
+    for width in (64, 128):
+        for name in ("eqb", "none"):
+            fake_runs.write_run(tmp_path, name, 0, changes={"model.width": width}, suffix=str(width))
+    assert report.main([str(tmp_path)]) == 2
+    assert "model.width: 128 in eqb-s0-0123abcd128, 64 in eqb-s0-0123abcd64" in capsys.readouterr().err
+    assert report.main([str(tmp_path), "--axes", "model.width", "--reference", "none"]) == 0
+    table = pd.read_csv(tmp_path / "report" / "table.csv")
+    assert list(table["reference"]) == ["none [width=64]"] * 2 + ["none [width=128]"] * 2
+    assert report.main([str(tmp_path), "--axes", "model.width", "--reference", "lei"]) == 2
+    assert "reference: expected one of the rows none, eqb, got 'lei'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_runs_that_want_to_be_read_in_two_ways(fake_runs: ModuleType, tmp_path: Path) -> None:
+    for name, tail in (("eqb", 0.25), ("none", 0.5)):
+        fake_runs.write_run(tmp_path, name, 0, changes={"report.tail": tail, "report.reference": "lei"})
+    built = report.build_report(tmp_path)
+    assert "the runs have several report.tail (0.5, 0.25); the first is taken" in built.warnings
+    assert "report.reference: there is no row 'lei'; the first of a block is taken" in built.warnings
+
+
+@pytest.mark.usefixtures("no_figures")
 def test_half_a_line_at_the_end_of_a_killed_run(fake_runs: ModuleType, sweep: Path) -> None:
     run = fake_runs.write_run(sweep, "gshard", 0, steps=5, planned=12)
     with (run / "metrics.jsonl").open("a") as file:
