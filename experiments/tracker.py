@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .runs import _commit, run_label, write_text
+from .runs import METRIC_SCHEMA, git_commit, read_json, run_label, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,9 @@ BRIEF = (
     "tokens_per_s",
 )
 # with tracker.metrics=full, so many layers at most have curves of their own
-SHOWN_LAYERS = 32
+SHOWN_LAYERS = 24
+# what W&B is given of a row at most, whatever a balancer adds
+MAX_KEYS = 99
 # W&B refuses a longer tag
 TAG_LENGTH = 64
 
@@ -52,32 +54,42 @@ class Tracker:
         config: the resolved config; ``tracker.mode`` is ``offline``, ``online`` or ``none``, ``tracker.metrics`` is
             ``brief`` or ``full``: how much of a row W&B is given. The files hold all of it.
         step: go on after this step: later rows and parts are dropped.
+
+    Attributes:
+        rows: the numbers of every step; what is of single layers or devices is in the file alone.
+
+    Raises:
+        ValueError: if the steps before ``step`` are not all there, or were recorded in another metric schema.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], step: int) -> None:
+        if step:
+            _refuse_other_schema(folder)
         self.metrics = folder / "metrics.jsonl"
         self.loads = folder / "load.parquet"
         self.config = config
         self.pending: list[pa.Table] = []
-        self.rows = _cut_back(self.metrics, self.loads, step)
+        self.rows: list[dict[str, Any]] = []
+        recorded = _cut_back(self.metrics, self.loads, step)
         self.file = self.metrics.open("a", encoding="utf-8")
         self.wandb = _start_wandb(folder, config)
-        for row in self.rows:
-            self._show(row)
+        for row in recorded:
+            self._take(row)
 
     def log(self, row: dict[str, Any], load_LE: "Tensor", bias_LE: "Tensor") -> None:
         """Record step ``row["step"]``: its metrics (non-finite numbers become null), load and bias ``[L, E]``."""
         clean = _finite(row)
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
-        self.rows.append(clean)
         # a dense model has no load
         if load_LE.numel():
             self.pending.append(_load_table(row["step"], load_LE.numpy(), bias_LE.numpy()))
-        self._show(clean)
+        self._take(clean)
 
-    def _show(self, row: dict[str, Any]) -> None:
-        """Give a row to W&B, unless its server has had that step before the run was cut."""
+    def _take(self, row: dict[str, Any]) -> None:
+        """Keep the numbers of a row and give it to W&B, unless its server has had that step before the run was cut."""
+        # a long run of many layers would not fit into memory
+        self.rows.append({name: value for name, value in row.items() if not isinstance(value, dict)})
         if self.wandb is not None and row["step"] >= self.wandb.starting_step:
             self.wandb.log(wandb_scalars(row, self.config["tracker"]["metrics"]), step=row["step"])
 
@@ -104,10 +116,11 @@ class Tracker:
 
 
 def wandb_scalars(row: dict[str, Any], metrics: str) -> dict[str, float]:
-    """What W&B is given of a row of ``metrics.jsonl``: fewer than 100 numbers, however many layers and experts.
+    """What W&B is given of a row of ``metrics.jsonl``: at most ``MAX_KEYS`` numbers, the same keys at each step.
 
-    ``brief``: those of ``BRIEF`` and ``device_maxvio/<devices>``. ``full``: every number of the row, and
-    ``layer/<layer>/global_maxvio`` and ``.../local_maxvio`` of up to ``SHOWN_LAYERS`` layers.
+    ``brief``: those of ``BRIEF``, then ``device_maxvio/<devices>``. ``full``: then every other number of the row, in
+    its order, and ``layer/<layer>/global_maxvio`` and ``.../local_maxvio`` of up to ``SHOWN_LAYERS`` layers, of fewer
+    where room is short. What is beyond ``MAX_KEYS`` is left out.
 
     >>> row = {"loss": 2.0, "seconds": 0.1, "val_bpb": None, "layers": {"global_maxvio": [0.5]}}
     >>> wandb_scalars(row, "brief")
@@ -115,26 +128,33 @@ def wandb_scalars(row: dict[str, Any], metrics: str) -> dict[str, float]:
     >>> wandb_scalars(row, "full")
     {'loss': 2.0, 'seconds': 0.1, 'layer/00/global_maxvio': 0.5}
     """
-    scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
-    devices = {f"device_maxvio/{count}": value for count, value in row.get("device_maxvio", {}).items()}
-    if metrics == "brief":
-        return {name: value for name, value in scalars.items() if name in BRIEF} | devices
-    layers = {
+    # a number that is missing at this step keeps its place
+    scalars = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+    shown = {name: value for name, value in scalars.items() if name in BRIEF}
+    shown |= {f"device_maxvio/{count}": value for count, value in row.get("device_maxvio", {}).items()}
+    if metrics == "full":
+        shown |= scalars
+        shown |= _layer_scalars(row.get("layers", {}), MAX_KEYS - len(shown))
+    return {name: value for name, value in list(shown.items())[:MAX_KEYS] if value is not None}
+
+
+def _layer_scalars(layers: dict[str, list[float | None]], room: int) -> dict[str, float | None]:
+    """The metrics of single layers, of as many layers as ``room`` keys can hold."""
+    most = min(SHOWN_LAYERS, max(0, room) // max(1, len(layers)))
+    return {
         f"layer/{layer:02d}/{name}": values[layer]
-        for name, values in row.get("layers", {}).items()
-        for layer in _spread(len(values), SHOWN_LAYERS)
-        if values[layer] is not None
+        for name, values in layers.items()
+        for layer in _spread(len(values), most)
     }
-    return scalars | devices | layers
 
 
 def _spread(total: int, most: int) -> list[int]:
     """Indices of all of ``total``, or of ``most`` of them from the first to the last at even distances.
 
-    >>> _spread(3, 32), _spread(9, 3)
-    ([0, 1, 2], [0, 4, 8])
+    >>> _spread(3, 32), _spread(9, 3), _spread(9, 1)
+    ([0, 1, 2], [0, 4, 8], [0])
     """
-    return list(range(total)) if total <= most else [round(i * (total - 1) / (most - 1)) for i in range(most)]
+    return list(range(total)) if total <= most else [round(i * (total - 1) / max(1, most - 1)) for i in range(most)]
 
 
 def check_login(config: dict[str, Any]) -> None:
@@ -151,18 +171,34 @@ def check_login(config: dict[str, Any]) -> None:
 
 
 def login_problem() -> str | None:
-    """Why W&B could not log in, or None. A key that is there may still be refused by the server."""
+    """Why W&B could not log in; None if it could or nobody can tell. A key may still be refused by the server."""
     # a second to import, and not needed without it; wandb.login() would start a server and ask the network
     import wandb
-    from wandb.sdk import wandb_setup
-    from wandb.sdk.lib import wbauth
 
-    host = wandb_setup.singleton().settings.base_url
     try:
+        from wandb.sdk import wandb_setup
+        from wandb.sdk.lib import wbauth
+
+        host = wandb_setup.singleton().settings.base_url
         login = wbauth.authenticate_session(host=host, source="equipoise", prompt=False, update_session=False)
     except wandb.errors.AuthenticationError as error:
         return str(error)
+    # they are private: where another version has others, wandb.init will say what is wrong
+    except (ImportError, AttributeError, TypeError):
+        return None
     return None if login else f"no W&B key for {host}: run `wandb login` or set WANDB_API_KEY"
+
+
+def _refuse_other_schema(folder: Path) -> None:
+    """Check that the rows that are there mean what those to come do: the run is labelled as a whole."""
+    environment = read_json(folder / "environment.json")
+    # folders that were written before schemas were numbered
+    stored = environment.get("metric_schema", 1)
+    if environment and stored != METRIC_SCHEMA:
+        raise ValueError(
+            f"{folder} was begun in metric schema {stored}, and this version writes {METRIC_SCHEMA}: expected to go on "
+            "in the same one; finish it with the version that began it, or give this run another name="
+        )
 
 
 def _cut_back(metrics: Path, loads: Path, step: int) -> list[dict[str, Any]]:
@@ -235,7 +271,7 @@ def _start_wandb(folder: Path, config: dict[str, Any]) -> Any:
         name=run_label(config),
         group=config["name"],
         job_type=config["balancer"]["name"],
-        tags=_tags(config, _commit(Path(__file__).resolve().parents[1])),
+        tags=_tags(config, git_commit(Path(__file__).resolve().parents[1])),
         config=config,
         settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
     )

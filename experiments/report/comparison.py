@@ -9,7 +9,7 @@ differences are taken within it.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 from ..runs import FREE, flatten
@@ -100,7 +100,7 @@ def refuse_incomparable(runs: Sequence[Run]) -> None:
         {run.folder.name: _machine(run) for run in runs if run.environment},
         {run.folder.name: _schema(run) for run in runs if run.recorded},
     )
-    free = (*axes, "world_size") if "parallel.ranks" in axes else axes
+    free = (*axes, "world_size") if any(_is_under("parallel.ranks", axis) for axis in axes) else axes
     allowed = {
         key for fact in facts for values in fact.values() for key in values if any(_is_under(key, a) for a in free)
     }
@@ -139,6 +139,24 @@ def _fractions(runs: Sequence[Run]) -> str:
     return f"Step {short} is the end of one schedule and {short / long:.0%} of another."
 
 
+def as_json(value: Any) -> str:
+    """What a hash of the config sees of a value: two that are one to it are the same setting."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose value is not the same everywhere, in their order; null is a value, and 1 is not 1.0.
+
+    >>> differing([{"lr": 1, "x": 0, "y": None}, {"lr": 1.0, "x": 0}])
+    ['lr', 'y']
+    """
+    return [key for key in dict.fromkeys(key for own in settings for key in own) if len(_values(key, settings)) > 1]
+
+
+def _values(key: str, settings: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {as_json(own[key]) if key in own else ABSENT for own in settings}
+
+
 def differences(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """For each key whose value is not the same everywhere, a line with two values and who has them.
 
@@ -146,12 +164,12 @@ def differences(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     {'lr': 'lr: 1 in a, 2 in b'}
     """
     found = {}
-    for key in sorted({key for values in settings.values() for key in values}):
+    for key in sorted(differing(list(settings.values()))):
         owners: dict[str, str] = {}
         for owner, values in settings.items():
-            owners.setdefault(str(values.get(key, ABSENT)), owner)
-        if len(owners) > 1:
-            found[key] = f"{key}: " + ", ".join(f"{value} in {owner}" for value, owner in list(owners.items())[:2])
+            owners.setdefault(as_json(values[key]) if key in values else ABSENT, owner)
+        two = list(owners.values())[:2]
+        found[key] = f"{key}: " + ", ".join(f"{settings[owner].get(key, ABSENT)} in {owner}" for owner in two)
     return found
 
 
@@ -173,13 +191,13 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
     """Group runs by their resolved ``balancer`` section and their point of the axes, in the order of the table.
 
     Raises:
-        ValueError: if a row has a seed twice, or ``report.axes`` names what no run has.
+        ValueError: if a row has a seed twice, two rows read alike, or ``report.axes`` names what no run has.
     """
     keys = _telling(runs, axes_of(runs))
     groups: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.seed):
         place = [run.config["balancer"], _point(run, keys)]
-        groups.setdefault(json.dumps(place, sort_keys=True), []).append(run)
+        groups.setdefault(as_json(place), []).append(run)
     rivals = [group[0].config["balancer"] for group in groups.values()]
     rows = []
     for group in groups.values():
@@ -187,6 +205,7 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
         label = label_of(balancer, rivals)
         rows.append(Row(label, str(balancer["name"]), _point(group[0], keys), tuple(group)))
         _refuse_twice(group)
+    _refuse_alike(rows)
     return sorted(rows, key=_position)
 
 
@@ -202,7 +221,9 @@ def _telling(runs: Sequence[Run], axes: Sequence[str]) -> list[str]:
     for key in (
         key for axis in axes for key in sorted({key for fact in facts for key in fact}) if _is_under(key, axis)
     ):
-        before, after = ({str([fact.get(k) for k in wider]) for fact in facts} for wider in (keys, [*keys, key]))
+        before, after = (
+            {as_json([fact.get(k, ABSENT) for k in wider]) for fact in facts} for wider in (keys, [*keys, key])
+        )
         if len(after) > len(before):
             keys.append(key)
     return keys
@@ -217,6 +238,18 @@ def _refuse_twice(group: Sequence[Run]) -> None:
             )
 
 
+def _refuse_alike(rows: Sequence[Row]) -> None:
+    """Everything is looked up by label and block, so a text may stand for one row and for one point only."""
+    for one, other in combinations(rows, 2):
+        if one.label == other.label or (one.block == other.block and as_json(one.point) != as_json(other.point)):
+            names = " and ".join(row.runs[0].folder.name for row in (one, other))
+            keys = differing([flatten(row.runs[0].config["balancer"]) | row.point for row in (one, other)])
+            raise ValueError(
+                f"{names} differ in {', '.join(keys)}, but their values read alike (as 1 and '1' do): expected rows "
+                "that can be told apart; remove one or give it a name= of its own"
+            )
+
+
 def label_of(balancer: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -> str:
     """The balancer's name, with the options that set it apart where others have the same name.
 
@@ -226,8 +259,7 @@ def label_of(balancer: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -
     """
     own = flatten(balancer)
     namesakes = [flatten(rival) for rival in rivals if rival["name"] == balancer["name"]]
-    keys = sorted({key for rival in namesakes for key in rival if any(o.get(key) != rival[key] for o in namesakes)})
-    options = ", ".join(f"{key}={own[key]}" for key in keys if key in own)
+    options = ", ".join(f"{key}={own[key]}" for key in sorted(differing(namesakes)) if key in own)
     return f"{balancer['name']} ({options})" if options else str(balancer["name"])
 
 

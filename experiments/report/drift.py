@@ -13,19 +13,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
-from .comparison import Row
+from ..runs import FREE, flatten
+from .comparison import Row, differing
 from .reading import Run
 
 FIRST_STEPS = 10
 MAX_STEPS = 100
 COLUMNS = ["balancer", "block", "seed", "step", "distance"]
+# how tokens are cut; runs that differ in more are of other models
+CUTS = ("data", "parallel")
 
 
 def bias_drift(rows: Sequence[Row]) -> pd.DataFrame:
     """One record a balancer, block (but the first), seed and step: the distance of its bias from the first block's.
 
-    Empty where there is one block, no bias, or where biases of other shapes cannot be compared. Of a long run the first
-    ``FIRST_STEPS`` and about ``MAX_STEPS`` more are read.
+    Empty where there is one block or no bias, where the runs differ in more than ``CUTS``, or where biases of other
+    shapes cannot be compared. Of a long run the first ``FIRST_STEPS`` and about ``MAX_STEPS`` more are read.
     """
     blocks = list(dict.fromkeys(row.block for row in rows))
     first = {(row.balancer, run.seed): run for row in rows if row.block == blocks[0] for run in row.complete}
@@ -33,9 +36,15 @@ def bias_drift(rows: Sequence[Row]) -> pd.DataFrame:
     for row in (row for row in rows if row.block != blocks[0]):
         for run in row.complete:
             base = first.get((row.balancer, run.seed))
-            distances = distance(read_bias(base), read_bias(run)) if base else {}
+            distances = distance(read_bias(base), read_bias(run)) if base and _cut_otherwise(base, run) else {}
             records += [(row.balancer, row.block, run.seed, step, value) for step, value in distances.items()]
     return pd.DataFrame.from_records(records, columns=COLUMNS)
+
+
+def _cut_otherwise(one: Run, other: Run) -> bool:
+    """Whether the runs differ only in how their tokens are cut."""
+    keys = differing([flatten(run.config) for run in (one, other)])
+    return {key.partition(".")[0] for key in keys} <= {*CUTS, *FREE}
 
 
 def read_bias(run: Run) -> pd.DataFrame:

@@ -55,7 +55,8 @@ def page_data(rows: Sequence[Row], start: int) -> dict[str, Any]:
     styles, layers = styles_of(rows), worst_layers(rows, start, MAX_LAYERS)
     return {
         "rows": [_row_data(row, styles[row.label], layers, start) for row in rows],
-        "tail": _tail(rows[0].complete[0], start),
+        "tail": _tail(rows, start),
+        "last_token": max(_tail_tokens(row.complete[0], start)[1] for row in rows),
         "smoothing": smoothing_window(rows[0].complete[0].steps),
         "num_layers": num_layers(rows),
         "worst_layer": worst_layers(rows, start, 1)[0],
@@ -79,10 +80,17 @@ def _row_data(row: Row, style: Style, layers: Sequence[int], start: int) -> dict
     }
 
 
-def _tail(run: Run, start: int) -> dict[str, Any]:
-    """The tail window in steps and in tokens, from the end of the step before it."""
-    tokens = [0, *run.metrics["tokens"].astype(int)]
-    return {"steps": [start, run.steps], "tokens": [tokens[start - 1], tokens[-1]]}
+def _tail(rows: Sequence[Row], start: int) -> dict[str, Any]:
+    """The tail window in steps and in tokens; the tokens are null where rows have other tokens a step."""
+    tokens = _tail_tokens(rows[0].complete[0], start)
+    same = all(_tail_tokens(row.complete[0], start) == tokens for row in rows)
+    return {"steps": [start, rows[0].complete[0].steps], "tokens": tokens if same else None}
+
+
+def _tail_tokens(run: Run, start: int) -> list[int]:
+    """The tokens at both ends of the tail window, the first at the end of the step before it."""
+    tokens = [0, *run.metrics["tokens"].astype(int).tolist()]
+    return [tokens[start - 1], tokens[-1]]
 
 
 def _curve(row: Row, key: str) -> dict[str, list] | None:

@@ -130,11 +130,12 @@ function line(row, curve) {
 
 function drawCurve(key) {
   const rows = shown().filter((row) => row.curves[key]);
-  const [start, end] = data.tail.tokens;
-  const tail = { type: "rect", x0: start, x1: end, yref: "paper", y0: 0, y1: 1, fillcolor: theme().shade, line: { width: 0 }, layer: "below" };
+  // rows with other tokens a step have no window in common
+  const tails = data.tail.tokens ? [data.tail.tokens] : [];
+  const shapes = tails.map(([start, end]) => ({ type: "rect", x0: start, x1: end, yref: "paper", y0: 0, y1: 1, fillcolor: theme().shade, line: { width: 0 }, layer: "below" }));
   const scale = key.endsWith("maxvio") ? logarithmic(rows.flatMap((row) => [...row.curves[key].low, ...row.curves[key].high])) : {};
   const traces = [...rows.map((row) => band(row, row.curves[key])), ...rows.map((row) => line(row, row.curves[key]))];
-  draw(`curve-${key}`, traces, { shapes: [tail], xaxis: axis("tokens", { range: [0, end * 1.01] }), yaxis: axis("", scale) });
+  draw(`curve-${key}`, traces, { shapes, xaxis: axis("tokens", { range: [0, data.last_token * 1.01] }), yaxis: axis("", scale) });
 }
 
 function bars(values, colour) {

@@ -11,9 +11,9 @@ import jinja2
 import yaml
 from plotly.offline import get_plotlyjs
 
-from ..runs import FREE, flatten
+from ..runs import FREE, flatten, same
 from . import tables
-from .comparison import ABSENT, Row
+from .comparison import ABSENT, Row, differing
 from .interactive import page_data
 from .plots import Picture
 
@@ -81,15 +81,11 @@ def _config(row: Row) -> dict[str, Any]:
 def row_options(rows: Sequence[Row]) -> list[tuple[str, dict[str, Any]]]:
     """For each row its label and the keys of its config in which rows differ."""
     configs = [flatten(_config(row)) for row in rows]
-    keys = [key for key in dict.fromkeys(key for own in configs for key in own) if _differs(key, configs)]
+    keys = differing(configs)
     return [
         (row.label, {key: own[key] for key in keys if key in own and key != "balancer.name"})
         for row, own in zip(rows, configs, strict=True)
     ]
-
-
-def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
-    return len({str(own.get(key, ABSENT)) for own in configs}) > 1
 
 
 def shared(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -101,7 +97,7 @@ def shared(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     common: dict[str, Any] = {}
     for key, value in configs[0].items():
         values = [own.get(key, ABSENT) for own in configs]
-        if all(other == value for other in values):
+        if all(same(other, value) for other in values):
             common[key] = value
         elif all(isinstance(other, dict) for other in values) and (inner := shared(values)):
             common[key] = inner
@@ -109,11 +105,12 @@ def shared(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _configs(report: "Report") -> list[dict[str, Any]]:
-    """The resolved config of each row, and what it changes in that of the reference of its block."""
-    references = {report.rows[place].block: report.rows[place] for place in _reference_places(report)}
+    """The resolved config of each row, and what it changes in that of its reference."""
+    by_label = {row.label: row for row in report.rows}
     found = []
-    for row in report.rows:
-        reference = references.get(row.block)
+    for row, label in zip(report.rows, report.table["reference"], strict=True):
+        # none where a block has no complete run
+        reference = by_label.get(label)
         changes = [] if reference is None else difference(_config(reference), _config(row))
         text = yaml.safe_dump(_config(row), sort_keys=False)
         title = _config_title(row, reference, len(changes))
@@ -129,10 +126,6 @@ def _config_title(row: Row, reference: Row | None, changes: int) -> str:
     return f"config, {changes} {'key differs' if changes == 1 else 'keys differ'} from {reference.label}"
 
 
-def _reference_places(report: "Report") -> list[int]:
-    return [place for place, is_reference in enumerate(report.table["is_reference"]) if is_reference]
-
-
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The keys in which two configs differ, with both values.
 
@@ -140,5 +133,4 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tupl
     [('a.b', '1', '3'), ('a.c', '2', 'absent')]
     """
     old, new = flatten(before), flatten(after)
-    values = [(key, str(old.get(key, ABSENT)), str(new.get(key, ABSENT))) for key in dict.fromkeys([*old, *new])]
-    return [(key, one, other) for key, one, other in values if one != other]
+    return [(key, str(old.get(key, ABSENT)), str(new.get(key, ABSENT))) for key in differing([old, new])]

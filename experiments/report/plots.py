@@ -172,10 +172,20 @@ def _draw_curves(axes: Axes, rows: Sequence[Row], key: str, styles: dict[str, St
         axes.fill_between(steps, seeds.min(axis=1), seeds.max(axis=1), color=colour, alpha=0.15, linewidth=0)
         axes.plot(steps, seeds.mean(axis=1), color=colour, linewidth=1.8, label=row.label)
     axes.axvspan(start, rows[0].complete[0].steps, color="#000000", alpha=0.05, linewidth=0)
-    axes.set_yscale("log", nonpositive="clip")
-    _plain_log_ticks(axes.yaxis)
+    if _is_logarithmic(rows, key):
+        axes.set_yscale("log")
+        _plain_log_ticks(axes.yaxis)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.margins(x=0.01)
+
+
+def _is_logarithmic(rows: Sequence[Row], key: str, start: int = 1) -> bool:
+    """Whether anything is positive from a step on: dense models have no MaxVio, and it may be 0 throughout."""
+    return any((run.metrics[key][start - 1 :] > 0).any() for row in rows for run in row.complete)
+
+
+def _log_word(rows: Sequence[Row], key: str, start: int = 1) -> str:
+    return " (log)" if _is_logarithmic(rows, key, start) else ""
 
 
 def _plain_log_ticks(axis: Axis) -> None:
@@ -200,7 +210,7 @@ def curves(rows: Sequence[Row], start: int, key: str) -> tuple[Figure, str]:
     styles = styles_of(rows)
     _draw_curves(axes, rows, key, styles, start)
     figure.suptitle(f"{title}: mean over seeds, band: their range", x=0.01, ha="left")
-    axes.set(xlabel=_step_label(rows, start), ylabel=f"{kind} MaxVio (log)")
+    axes.set(xlabel=_step_label(rows, start), ylabel=f"{kind} MaxVio{_log_word(rows, key)}")
     handles = [Line2D([], [], color=s.colour, linewidth=1.8) for s in styles.values()]
     figure.legend(handles, list(styles), loc="outside right upper", frameon=False)
     return figure, title
@@ -238,9 +248,10 @@ def loss_vs_balance(rows: Sequence[Row], start: int) -> tuple[Figure, str]:
                 capsize=3,
                 label=row.label,
             )
-        axes.set_xscale("log")
-        _plain_log_ticks(axes.xaxis)
-        axes.set_xlabel(f"{key.split('_')[0]} MaxVio of the worst layer (log)")
+        if _is_logarithmic(rows, key, start):
+            axes.set_xscale("log")
+            _plain_log_ticks(axes.xaxis)
+        axes.set_xlabel(f"{key.split('_')[0]} MaxVio of the worst layer{_log_word(rows, key, start)}")
     panels[0].set_ylabel("validation bits per byte")
     figure.suptitle(f"{title}: mean ± sample std over seeds, {tail_label(rows, start)}", x=0.01, ha="left")
     _legend_of_markers(figure, styles)
@@ -258,7 +269,8 @@ def _draw_bars(axes: Axes, rows: Sequence[Row], start: int, styles: dict[str, St
             values = seed_values(row, key, start)
             mean, colour = float(np.mean(values)), styles[row.label].colour
             axes.barh(number + offset, mean, height=0.38, color=colour, alpha=alpha)
-            reach = [[mean - min(values)], [max(values) - mean]]
+            # rounding can put the mean of equal seeds beside them
+            reach = np.maximum(0, [[mean - min(values)], [max(values) - mean]])
             axes.errorbar(mean, number + offset, xerr=reach, color="#222222", capsize=2.5, linewidth=1)
             place = (max(values), number + offset)
             axes.annotate(f"{mean:.2f}", place, (5, 0), textcoords="offset points", va="center")
@@ -285,7 +297,8 @@ def summary(rows: Sequence[Row], start: int) -> tuple[Figure, str]:
     for place, kind in enumerate(("global", "local")):
         axes = figure.add_subplot(grid[place, 1])
         _draw_curves(axes, rows, f"{kind}_maxvio", styles, start)
-        axes.set_title(f"{kind} MaxVio by step (log), bands: range over seeds", loc="left")
+        word = _log_word(rows, f"{kind}_maxvio")
+        axes.set_title(f"{kind} MaxVio by step{word}, bands: range over seeds", loc="left")
         axes.set_xlabel(_step_label(rows, start) if place else "")
     return figure, title
 

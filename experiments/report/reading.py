@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
+
+from ..runs import load_config, read_json
 
 REQUIRED = ("step", "tokens", "global_maxvio", "local_maxvio")
 OPTIONAL = ("loss", "val_bpb", "tokens_per_s", "dead_share", "skipped", "clamped_share")
+# the parts of a config and of an environment that are asked for keys of their own
+SECTIONS = ("balancer", "optim", "report", "data", "versions")
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +23,8 @@ class Run:
 
     ``metrics`` has one row per step, numbers only; ``layers_NL [steps, L]`` is the global MaxVio of each MoE layer
     (``[steps, 0]`` where it was not written); ``devices`` the MaxVio of so many devices, one value a step; ``finished``
-    says that the run wrote its summary; ``recorded`` are the keys that its rows have.
+    says that the run wrote its summary and that it can be read, ``unreadable`` that it cannot; ``recorded`` are the
+    keys that its rows have.
     """
 
     folder: Path
@@ -31,6 +35,7 @@ class Run:
     devices: dict[int, np.ndarray]
     recorded: frozenset[str]
     finished: bool
+    unreadable: bool
     error: str | None
 
     @property
@@ -53,6 +58,8 @@ class Run:
     def describe(self) -> str:
         """What became of it, for the note of its row: ``s1 cut at step 80/150``."""
         where = f"at step {self.last_step}/{self.steps}"
+        if self.unreadable:
+            return f"s{self.seed} not finished {where}: its summary cannot be read"
         return f"s{self.seed} failed {where}: {self.error}" if self.error else f"s{self.seed} cut {where}"
 
 
@@ -80,36 +87,50 @@ def load_run(folder: Path) -> Run:
     """
     records = _read_records(folder / "metrics.jsonl")
     failed = _read_json(folder / "failed.json")
-    finished = (folder / "summary.json").exists()
+    written = (folder / "summary.json").exists()
+    finished = written and _can_be_read(folder / "summary.json")
     return Run(
         folder=folder,
-        config=_read_config(folder / "config.yaml"),
+        config=_read_config(folder),
         environment=_read_json(folder / "environment.json"),
         metrics=_metrics_frame(records, folder / "metrics.jsonl"),
         layers_NL=np.array([(record.get("layers") or {}).get("global_maxvio", []) for record in records], dtype=float),
         devices=_devices(records),
         recorded=frozenset(records[0] if records else ()),
         finished=finished,
+        unreadable=written and not finished,
         error=shorten(str(failed.get("error", "unknown error")), 200) if failed and not finished else None,
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
+    config, path = load_config(folder), folder / "config.yaml"
+    _refuse_other_sections(config, path)
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
         _ = config["balancer"]["name"], int(config["seed"]), int(config["optim"]["steps"])
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the config of a run (balancer.name, seed, optim.steps): {error!r}") from error
     return config
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+    found = read_json(path)
+    _refuse_other_sections(found, path)
+    return found
+
+
+def _can_be_read(path: Path) -> bool:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from error
+        read_json(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _refuse_other_sections(found: dict[str, Any], path: Path) -> None:
+    for key in SECTIONS:
+        if not isinstance(found.get(key) or {}, dict):
+            raise ValueError(f"{path}: expected a mapping in {key}, got {found[key]!r}")
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:

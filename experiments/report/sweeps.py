@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..runs import flatten
-from .comparison import Row
+from .comparison import Row, differing
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +44,12 @@ def find_sweep(rows: Sequence[Row]) -> Sweep | None:
 
 def _swept_key(family: Sequence[Row]) -> str | None:
     options = [_options(row) for row in family]
-    keys = {key for own in options for key in own}
-    differing = [key for key in keys if len({str(own.get(key)) for own in options}) > 1]
-    if len(differing) != 1:
+    keys = differing(options)
+    if len(keys) != 1:
         return None
-    values = [own.get(differing[0]) for own in options]
+    values = [own.get(keys[0]) for own in options]
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    return differing[0] if numbers else None
+    return keys[0] if numbers else None
 
 
 def _options(row: Row) -> dict[str, Any]:

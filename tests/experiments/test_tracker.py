@@ -1,5 +1,6 @@
 """What W&B is given of a run: names and tags, how many keys, one history whatever happens, and no run without a key."""
 
+import importlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import torch
 import wandb
 
 from equipoise.balancers import HistogramQB
-from equipoise.experiments import measure, tracker
+from equipoise.experiments import measure, runs, tracker
 from equipoise.experiments.tracker import Tracker
 from equipoise.kernels import route
 
@@ -74,6 +75,38 @@ def row_of(moe_layers: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]
     return row | {name: 0.0 if value is None else value for name, value in metrics.items()}, load_LE, bias_LE
 
 
+@pytest.mark.parametrize("layers", [1, 48, 200])
+@pytest.mark.parametrize("num_experts", [256, 4096, 16384])
+@pytest.mark.parametrize("diagnostics", [0, 40, 200])
+def test_r7_keys_are_bounded_at_any_size_and_the_same_at_each_step(
+    layers: int, num_experts: int, diagnostics: int
+) -> None:
+    row, *_ = row_of(2)
+    devices = {str(2**power): 1.0 for power in range(1, num_experts.bit_length() - 1)}
+    row |= {"device_maxvio": devices, **{f"own/{n}": 1.0 for n in range(diagnostics)}}
+    row["layers"] = {name: layers * [1.0] for name in ("global_maxvio", "local_maxvio")}
+    full, brief = (tracker.wandb_scalars(row, metrics) for metrics in ("full", "brief"))
+    assert len(full) <= 99
+    assert len(brief) <= 16 + 13
+    assert set(tracker.BRIEF) | {f"device_maxvio/{count}" for count in devices} == set(brief)
+    # these come first, then the numbers in their order, then the layers that there is room for
+    assert list(full)[: len(brief)] == list(brief)
+    own = [name for name in full if name.startswith("own/")]
+    assert own == [f"own/{n}" for n in range(len(own))]
+    shown = [name for name in full if name.startswith("layer/")]
+    if diagnostics == 200:
+        assert (len(full), shown) == (99, [])
+    else:
+        assert len(own) == diagnostics
+        most = 24 if not diagnostics else (99 - len(full) + len(shown)) // 2
+        assert len(shown) == 2 * min(layers, most) > 0
+        assert (f"layer/{layers - 1:02d}/global_maxvio" in shown) == (f"layer/{layers - 1:02d}/local_maxvio" in shown)
+    # no validation at this step: nothing takes its place
+    missing = tracker.wandb_scalars(row | {"val_bpb": None, "val_loss": None}, "full")
+    assert full.keys() - missing.keys() == {"val_bpb", "val_loss"}
+    assert missing.keys() <= full.keys()
+
+
 @pytest.mark.parametrize(("metrics", "most"), [("brief", 25), ("full", 99)])
 def test_r7_keys_of_48_layers_of_256_experts_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metrics: str, most: int
@@ -91,6 +124,9 @@ def test_r7_keys_of_48_layers_of_256_experts_are_bounded(
     assert all(isinstance(value, int | float) for value in values.values())
     assert {f"device_maxvio/{count}" for count in (2, 4, 8, 16, 32, 64, 128)} <= values.keys()
     assert set(tracker.BRIEF) <= values.keys()
+    # what it keeps for the summary does not grow with the layers
+    assert [kept for kept in record.rows[0].values() if not isinstance(kept, int | float)] == []
+    assert record.rows[0]["val_bpb"] == 3.0
     assert (
         json.loads((tmp_path / "metrics.jsonl").read_text())["layers"]["local_maxvio"] == row["layers"]["local_maxvio"]
     )
@@ -147,6 +183,47 @@ def test_a_key_that_cannot_be_one_is_refused(nobody: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WANDB_API_KEY", "abc")
     with pytest.raises(ValueError, match="WANDB_API_KEY invalid"):
         tracker.check_login(config_of(mode="online"))
+
+
+def test_where_wandb_has_other_insides_nothing_is_refused(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wbauth = importlib.import_module("wandb.sdk.lib.wbauth")
+    assert tracker.login_problem() is not None
+    with monkeypatch.context() as other:
+        other.delattr(wbauth, "authenticate_session")
+        tracker.check_login(config_of(mode="online"))
+    with monkeypatch.context() as other:
+        other.setitem(sys.modules, "wandb.sdk.lib.wbauth", None)
+        other.delattr(wandb.sdk.lib, "wbauth", raising=False)
+        assert tracker.login_problem() is None
+
+
+# resuming
+
+
+@pytest.mark.parametrize(
+    ("environment", "stored"),
+    [
+        (None, None),
+        ({"metric_schema": runs.METRIC_SCHEMA}, None),
+        ({"metric_schema": runs.METRIC_SCHEMA + 1}, runs.METRIC_SCHEMA + 1),
+        ({"commit": "from before schemas were numbered"}, 1),
+    ],
+)
+def test_a_run_goes_on_only_in_the_metric_schema_that_it_was_begun_in(
+    tmp_path: Path, environment: dict[str, Any] | None, stored: int | None
+) -> None:
+    Tracker(tmp_path, config_of(mode="none"), 0).log({"step": 1}, torch.zeros(0, 0), torch.zeros(0, 0))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    if environment is not None:
+        runs.write_json(tmp_path / "environment.json", environment)
+    if stored is None:
+        assert Tracker(tmp_path, config_of(mode="none"), 1).rows == [{"step": 1}]
+    else:
+        with pytest.raises(ValueError, match=rf"metric schema {stored}, and this version writes {runs.METRIC_SCHEMA}"):
+            Tracker(tmp_path, config_of(mode="none"), 1)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        # from the start it may be written anew
+        assert Tracker(tmp_path, config_of(mode="none"), 0).rows == []
 
 
 # offline runs, read back with W&B's own reader

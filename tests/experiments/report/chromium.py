@@ -5,12 +5,16 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+# for one answer, and for a page to load; starting up takes the longest
+SECONDS = 60.0
 # no sandbox: it refuses to run as root, and the page is our own
 FLAGS = (
     "--headless=new",
@@ -52,12 +56,24 @@ class Browser(contextlib.AbstractContextManager):
             os.close(fd)
         self.commands, self.answers = ends[1], ends[2]
         self.unread = b""
-        self._attach()
+        try:
+            self._attach()
+        except BaseException:
+            self._end()
+            raise
 
     def __exit__(self, *error: object) -> None:
         self.session = None
-        self.call("Browser.close")
-        self.process.wait(timeout=20)
+        try:
+            self.call("Browser.close")
+            self.process.wait(timeout=20)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        # one that hangs does not close itself
+        self.process.kill()
+        self.process.wait()
         os.close(self.commands)
         os.close(self.answers)
 
@@ -77,14 +93,18 @@ class Browser(contextlib.AbstractContextManager):
         text = memoryview(json.dumps(message).encode() + b"\0")
         while text:
             text = text[os.write(self.commands, text) :]
+        deadline = time.monotonic() + SECONDS
         while True:
-            answer = self._receive()
+            answer = self._receive(deadline)
             if answer.get("id") == self.last_id:
                 assert "error" not in answer, (method, answer["error"])
                 return answer["result"]
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self.unread:
+            left = deadline - time.monotonic()
+            ready = left > 0 and select.select([self.answers], [], [], left)[0]
+            assert ready, "the browser did not answer in time"
             piece = os.read(self.answers, 1 << 16)
             assert piece, "the browser closed its pipe"
             self.unread += piece
@@ -98,8 +118,9 @@ class Browser(contextlib.AbstractContextManager):
         """Go to ``url`` and wait until it has loaded."""
         seen = len(self.events)
         self.call("Page.navigate", url=url)
+        deadline = time.monotonic() + SECONDS
         while not any(event["method"] == "Page.loadEventFired" for event in self.events[seen:]):
-            self._receive()
+            self._receive(deadline)
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; a promise is waited for."""

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from equipoise.experiments.report import command as report
-from equipoise.experiments.report.comparison import ORDER, group_rows
+from equipoise.experiments.report.comparison import ORDER, group_rows, refuse_incomparable
 from equipoise.experiments.report.reading import load_runs
 
 
@@ -26,10 +26,47 @@ def test_options_set_rows_of_one_name_apart(fake_runs: ModuleType, tmp_path: Pat
     assert labels == ["eqb", *(f"eqb_lei (gradient.eta={eta})" for eta in etas)]
 
 
+def test_null_and_absent_and_numbers_of_two_types_are_told_apart(fake_runs: ModuleType, tmp_path: Path) -> None:
+    """As they are by the hash of the config."""
+    options: list[dict] = [{}, {"extra": None}, {"extra": 1}, {"extra": 1.0}]
+    for number, option in enumerate(options):
+        changes = {f"balancer.{key}": value for key, value in option.items()}
+        fake_runs.write_run(tmp_path, "eqb", 0, changes=changes, suffix=str(number))
+    labels = [row.label for row in group_rows(load_runs(tmp_path))]
+    assert sorted(labels) == ["eqb", "eqb (extra=1)", "eqb (extra=1.0)", "eqb (extra=None)"]
+
+
+@pytest.mark.parametrize("key", ["balancer.extra", "model.extra"])
+def test_rows_that_would_read_alike_are_refused(fake_runs: ModuleType, tmp_path: Path, key: str) -> None:
+    for number, value in enumerate((1, "1")):
+        changes = {key: value, "report.axes": [] if "balancer" in key else [key]}
+        fake_runs.write_run(tmp_path, "eqb", 0, changes=changes, suffix=str(number))
+    with pytest.raises(ValueError, match=r"eqb-s0-0123abcd0 and eqb-s0-0123abcd1 differ in \S*extra, .* read alike"):
+        report.build_report(tmp_path)
+
+
+def test_points_that_would_read_alike_are_refused_whatever_the_balancer(fake_runs: ModuleType, tmp_path: Path) -> None:
+    for name, value in (("eqb", 1), ("none", "1")):
+        fake_runs.write_run(tmp_path, name, 0, changes={"model.extra": value, "report.axes": ["model"]})
+    with pytest.raises(ValueError, match=r"differ in .*model\.extra, .* read alike"):
+        group_rows(load_runs(tmp_path))
+
+
+@pytest.mark.parametrize("axis", ["parallel", "parallel.ranks"])
+def test_ranks_as_an_axis_may_change_the_world_size(fake_runs: ModuleType, tmp_path: Path, axis: str) -> None:
+    for ranks in (1, 2):
+        changes = {"parallel.ranks": ranks, "report.axes": [axis]}
+        environment = {"world_size": ranks}
+        fake_runs.write_run(tmp_path, "eqb", 0, changes=changes, environment=environment, suffix=str(ranks))
+    refuse_incomparable(load_runs(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("changes", "environment", "message"),
     [
         ({"optim.learning_rate": 0.001}, None, r"optim\.learning_rate: 0\.002 in eqb-s0-\S+, 0\.001 in none-s0-"),
+        ({"optim.steps": 12.0}, None, r"optim\.steps: 12 in eqb-s0-\S+, 12\.0 in none-s0-"),
+        ({"model.new": None}, None, r"model\.new: absent in eqb-s0-\S+, None in none-s0-"),
         ({"model.top_k": None}, None, r"model\.top_k: 4 in eqb-s0-\S+, None in none-s0-"),
         ({"model.new": 1}, None, r"model\.new: absent in eqb-s0-\S+, 1 in none-s0-"),
         (None, {"data": {"sha256": "6" * 64}}, r"data\.sha256: 5{64} in eqb-s0-\S+, 6{64} in none-s0-"),

@@ -13,13 +13,19 @@ from equipoise.experiments.report.reading import load_runs
 STEPS, LAYERS, EXPERTS = 12, 2, 8
 
 
-def rows_of(fake_runs: ModuleType, folder: Path, offsets: dict[int, float | None], **sizes: int) -> list[Row]:
+def rows_of(
+    fake_runs: ModuleType,
+    folder: Path,
+    offsets: dict[int, float | None],
+    experts: int = EXPERTS,
+    part_of: str = "parallel",
+) -> list[Row]:
     """eqb with 1, 2, ... parts, whose bias lies ``offset`` above that of one part; None: no bias was recorded."""
-    shape = (STEPS, LAYERS, sizes.get("experts", EXPERTS))
+    shape = (STEPS, LAYERS, experts)
     for parts, offset in offsets.items():
         for seed in range(2):
             bias = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-            changes = {"model.parts": parts, "report.axes": ["model.parts"]}
+            changes = {f"{part_of}.parts": parts, "report.axes": [f"{part_of}.parts"]}
             fake_runs.write_run(
                 folder,
                 "eqb",
@@ -51,6 +57,10 @@ def test_nothing_to_compare(fake_runs: ModuleType, tmp_path: Path, offsets: dict
 def test_biases_of_other_shapes_are_not_compared(fake_runs: ModuleType, tmp_path: Path) -> None:
     rows_of(fake_runs, tmp_path, {1: 0.0})
     assert drift.bias_drift(rows_of(fake_runs, tmp_path, {2: 0.0}, experts=16)).empty
+
+
+def test_biases_of_other_models_are_not_compared(fake_runs: ModuleType, tmp_path: Path) -> None:
+    assert drift.bias_drift(rows_of(fake_runs, tmp_path, {1: 0.0, 2: 0.5}, part_of="model")).empty
 
 
 def test_the_figure_has_a_panel_a_block(fake_runs: ModuleType, tmp_path: Path) -> None:

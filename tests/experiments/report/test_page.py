@@ -86,6 +86,7 @@ def test_curves_are_those_of_the_runs(drawn: report.Report, data: dict[str, Any]
 
 def test_tails_and_devices_are_those_of_the_runs(drawn: report.Report, data: dict[str, Any]) -> None:
     assert data["tail"] == {"steps": [START, 12], "tokens": [4096 * (START - 1), 4096 * 12]}
+    assert data["last_token"] == 4096 * 12
     record = drawn.table.set_index("balancer").loc["eqb"]
     row, own = next((row, own) for row, own in complete(drawn, data) if row.label == "eqb")
     for key in ("global_maxvio", "val_bpb"):
@@ -166,6 +167,33 @@ def test_without_javascript_there_are_table_and_pictures(drawn: report.Report, t
     assert '<section id="configs">' in text
 
 
+def test_curves_of_other_tokens_a_step_are_all_in_sight_and_not_shaded(fake_runs: ModuleType, tmp_path: Path) -> None:
+    for ranks, tokens in ((1, 4096), (2, 8192)):
+        changes = {"parallel.ranks": ranks, "report.axes": ["parallel"]}
+        values = {"tokens": [tokens * step for step in range(1, 13)]}
+        fake_runs.write_run(tmp_path, "eqb", 0, values=values, changes=changes, suffix=str(ranks))
+    found = interactive.page_data(group_rows(load_runs(tmp_path)), START)
+    assert found["tail"] == {"steps": [START, 12], "tokens": None}
+    assert found["last_token"] == 12 * 8192
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_page_without_a_common_tail_and_a_reference_in_another_block(fake_runs: ModuleType, tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        changes = {"parallel.ranks": ranks, "report.axes": ["parallel"]}
+        values = {"tokens": [ranks * step for step in range(1, 13)]}
+        fake_runs.write_run(tmp_path, "eqb", 0, values=values, changes=changes, suffix=str(ranks))
+    text = report.build_report(tmp_path).page.read_text(encoding="utf-8")
+    assert "the tail window, steps 9 to 12, is not shaded" in text
+    assert "eqb [ranks=2]: config, 1 key differs from eqb [ranks=1]" in text
+    assert '<th scope="row">parallel.ranks</th><td class="text">1</td><td class="text">2</td>' in text
+
+
+def test_a_number_of_another_type_and_null_are_differences() -> None:
+    assert page.difference({"a": 1, "b": None}, {"a": 1.0}) == [("a", "1", "1.0"), ("b", "None", "absent")]
+    assert page.shared([{"a": 1, "b": 0}, {"a": True, "b": 0}]) == {"b": 0}
+
+
 def test_a_figure_that_the_page_does_not_draw_is_shown(drawn: report.Report) -> None:
     other = plots.Picture(drawn.folder / "summary.png", "title")
     (drawn.folder.parent / "other.png").write_bytes(other.path.read_bytes())
@@ -220,13 +248,30 @@ def test_configs_and_what_they_change(drawn: report.Report, text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def browser(drawn: report.Report, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A browser that shows the page, 1280 pixels wide and light."""
+def chromium() -> Any:
+    """The module that drives the browser; loaded by path, as tests are no package."""
     spec = importlib.util.spec_from_file_location("chromium", Path(__file__).with_name("chromium.py"))
     assert spec is not None
     assert spec.loader is not None
-    chromium = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chromium)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_browser_that_never_answers_is_a_failure(
+    chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 10\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(chromium, "SECONDS", 0.1)
+    with pytest.raises(AssertionError, match="did not answer in time"):
+        chromium.Browser(str(silent), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: Any, drawn: report.Report, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A browser that shows the page, 1280 pixels wide and light."""
     executable = chromium.find()
     if executable is None:
         pytest.skip(f"none of {', '.join(chromium.NAMES)} is installed")
@@ -246,11 +291,25 @@ def test_plots_are_drawn_and_no_request_leaves(browser: Any, drawn: report.Repor
     assert all(traces > 0 for _, traces in drawn_plots)
     # a line and a band a row
     assert dict(drawn_plots)["curve-global_maxvio"] == 2 * 4
+    window = "(({ layout }) => [layout.shapes[0].x0, layout.shapes[0].x1, layout.xaxis.range[1]])"
+    shown = browser.run(f"{window}(document.getElementById('curve-loss'))")
+    assert shown == pytest.approx([4096 * (START - 1), 4096 * 12, 4096 * 12 * 1.01])
     # the hidden ones aside, each has an axis with numbers on it
     assert browser.run("document.querySelectorAll('.plot .xtick').length") > 30
     requests = {sent["request"]["url"] for sent in browser.named("Network.requestWillBeSent")}
     assert {url for url in requests if not url.startswith("data:")} == {drawn.page.as_uri()}
     assert browser.named("Log.entryAdded") == []
+
+
+def test_without_a_common_tail_window_nothing_is_shaded(browser: Any) -> None:
+    shapes = "document.getElementById('curve-loss').layout.shapes.length"
+    before = browser.run("data.tail.tokens")
+    try:
+        browser.run("data.tail.tokens = null; drawCurve('loss')")
+        assert browser.run(shapes) == 0
+    finally:
+        browser.run(f"data.tail.tokens = {before}; drawCurve('loss')")
+    assert browser.run(shapes) == 1
 
 
 def test_the_browser_itself_refuses_requests(browser: Any) -> None:

@@ -1,5 +1,6 @@
 """The figures of the report: files, colours, labels."""
 
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -79,6 +80,25 @@ def test_nothing_is_cut_off(fake_runs: ModuleType, tmp_path: Path, draw) -> None
     size, box = figure.get_size_inches(), figure.get_tightbbox()
     assert box.min.min() > -0.02
     assert (box.max <= size + 0.02).all()
+
+
+@pytest.mark.parametrize("maxvio", [None, 0.0, [1.0] * 8 + [0.0] * 4, 0.1])
+def test_no_maxvio_none_at_the_end_and_seeds_that_are_equal(
+    fake_runs: ModuleType, tmp_path: Path, maxvio: float | list[float] | None
+) -> None:
+    """Dense models have none. Warnings are errors here."""
+    for seed in range(3):
+        fake_runs.write_run(tmp_path, "eqb", seed, values={"global_maxvio": maxvio, "local_maxvio": maxvio})
+    rows = group_rows(load_runs(tmp_path))
+    with warnings.catch_warnings(), mpl.rc_context(plots.STYLE):
+        warnings.simplefilter("error", UserWarning)
+        figures = [draw(rows, 9)[0] for draw in (plots.summary, plots.loss_vs_balance)]
+        for figure in figures:
+            figure.draw_without_rendering()
+    scales = [figures[0].axes[1].get_yscale(), figures[1].axes[0].get_xscale()]
+    positive = [isinstance(maxvio, list) or bool(maxvio), maxvio == 0.1]
+    assert scales == ["log" if above else "linear" for above in positive]
+    assert ("(log)" in figures[1].axes[0].get_xlabel()) == positive[1]
 
 
 def test_a_thinned_frame_keeps_its_end() -> None:

@@ -47,6 +47,7 @@ def test_an_axis_of_several_balancers(fake_runs: ModuleType, tmp_path: Path) -> 
         [("eqb", {}), ("none", {})],
         [("eqb_lei", {}), ("eqb_lei", {"balancer.gradient.eta": 1.0, "balancer.bias.key": "fp32"})],
         [("eqb", {}), ("eqb", {"balancer.bias.key": "fp32"})],
+        [("eqb_lei", {}), ("eqb_lei", {"balancer.gradient.eta": 1.0, "balancer.extra": None})],
         [
             ("eqb_lei", {}),
             ("eqb_lei", {"balancer.gradient.eta": 1.0}),
@@ -54,7 +55,7 @@ def test_an_axis_of_several_balancers(fake_runs: ModuleType, tmp_path: Path) -> 
             ("gshard", {"balancer.gradient.coefficient": 1.0}),
         ],
     ],
-    ids=["none", "two options", "no number", "two sweeps"],
+    ids=["none", "two options", "no number", "another option is null", "two sweeps"],
 )
 def test_what_is_no_sweep(fake_runs: ModuleType, tmp_path: Path, runs: list[tuple[str, dict[str, Any]]]) -> None:
     assert find_sweep(rows_of(fake_runs, tmp_path, runs)) is None
