@@ -255,11 +255,15 @@ def label_of(balancer: Mapping[str, Any], rivals: Iterable[Mapping[str, Any]]) -
 
     >>> one, two = {"name": "lei", "gradient": {"eta": 1e-05}}, {"name": "lei", "gradient": {"eta": 2e-05}}
     >>> label_of(one, [one]), label_of(two, [one, two])
-    ('lei', 'lei (gradient.eta=2e-05)')
+    ('lei', 'lei (eta=2e-05)')
     """
     own = flatten(balancer)
     namesakes = [flatten(rival) for rival in rivals if rival["name"] == balancer["name"]]
-    options = ", ".join(f"{key}={own[key]}" for key in sorted(differing(namesakes)) if key in own)
+    keys = sorted(differing(namesakes))
+    # the last part of a key says enough, unless another one ends in it too
+    lasts = [key.rpartition(".")[2] for key in keys]
+    short = {key: last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)}
+    options = ", ".join(f"{short[key]}={own[key]}" for key in keys if key in own)
     return f"{balancer['name']} ({options})" if options else str(balancer["name"])
 
 

@@ -23,7 +23,7 @@ def test_options_set_rows_of_one_name_apart(fake_runs: ModuleType, tmp_path: Pat
     fake_runs.write_run(tmp_path, "eqb", 0)
     labels = [row.label for row in group_rows(load_runs(tmp_path))]
     etas = ["5e-06", "2e-05", "0.0001"]
-    assert labels == ["eqb", *(f"eqb_lei (gradient.eta={eta})" for eta in etas)]
+    assert labels == ["eqb", *(f"eqb_lei (eta={eta})" for eta in etas)]
 
 
 def test_null_and_absent_and_numbers_of_two_types_are_told_apart(fake_runs: ModuleType, tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_the_papers_numbers_are_fenced_off(text: str) -> None:
 
 def test_configs_and_what_they_change(drawn: report.Report, text: str) -> None:
     assert "eqb: config of the reference" in text
-    label = "eqb_lei (gradient.eta=1e-05)"
+    label = "eqb_lei (eta=1e-05)"
     own = text[text.index(f"<summary>{label}: config") :]
     changes = re.findall(r'<tr><th scope="row">(.*?)</th><td class="text">(.*?)</td><td class="text">(.*?)</td>', own)
     assert ("balancer.gradient.eta", "absent", "1e-05") in changes[:5]

@@ -63,7 +63,7 @@ def test_rows_of_one_name_are_shades_from_light_to_dark(fake_runs: ModuleType, t
     sums = [sum(mpl.colors.to_rgb(style.colour)) for label, style in styles.items() if label.startswith("eqb_lei")]
     assert len(sums) == 5
     assert sums == sorted(sums, reverse=True)
-    assert styles["eqb_lei (gradient.eta=3e-05)"].colour == plots.COLOURS["eqb_lei"]
+    assert styles["eqb_lei (eta=3e-05)"].colour == plots.COLOURS["eqb_lei"]
 
 
 def test_many_unknown_names_do_not_share_a_colour(fake_runs: ModuleType, tmp_path: Path) -> None:

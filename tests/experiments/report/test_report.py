@@ -107,7 +107,6 @@ def test_cut_failed_and_missing_seeds_are_told(
 
 
 @pytest.mark.usefixtures("no_figures")
-@pytest.mark.usefixtures("no_figures")
 def test_r5_a_missing_seed_is_said_and_the_exit_status_is_not_zero(
     fake_runs: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
