@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -29,8 +29,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-if TYPE_CHECKING:
-    from .sweep.jobs import Trainer
+from .sweep.job import Trainer
+from .sweep.plugins import has_plugin
 
 SUBCOMMANDS = ("status", "diff")
 # exit status of a command that was stopped by Ctrl-C, as shells have it
@@ -45,7 +45,7 @@ class Composed:
     sweep: bool = False
 
 
-def main(trainer: "Trainer | None" = None) -> int:
+def main(trainer: Trainer | None = None) -> int:
     """Entry of the command; its arguments are Hydra's or those of a subcommand.
 
     ``trainer`` stands in for ``experiments.train`` in tests.
@@ -73,14 +73,14 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-def _run(composed: Composed, trainer: "Trainer | None") -> int:
+def _run(composed: Composed, trainer: Trainer | None) -> int:
     # torch takes seconds to import; --help and --cfg do without
     from .sweep.jobs import run_all
 
     return run_all(composed.configs, sweep=composed.sweep, trainer=trainer)
 
 
-def compose(trainer: "Trainer | None" = None) -> Composed:
+def compose(trainer: Trainer | None = None) -> Composed:
     """Let Hydra read the command line and compose all jobs; ``--cfg``, ``--help`` and the like compose none.
 
     With a launcher or a sweeper from a plugin (Slurm, a search) jobs run where and when the plugin calls for them.
@@ -162,13 +162,7 @@ def _raising_hydra() -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = before
 
 
-def has_plugin(settings: Any) -> bool:
-    """Whether Hydra's ``settings`` name a launcher or a sweeper that is not its own."""
-    targets = (str(settings[part]["_target_"]) for part in ("launcher", "sweeper"))
-    return any(not target.startswith("hydra._internal.core_plugins.basic_") for target in targets)
-
-
-def _run_for_plugin(config: dict[str, Any], trainer: "Trainer | None") -> float | None:
+def _run_for_plugin(config: dict[str, Any], trainer: Trainer | None) -> float | None:
     """Run one job and return its bits per byte, which a search minimises."""
     from .sweep.jobs import run_one
 

@@ -5,13 +5,12 @@ What became of a job stands in its own folder (``runs.run_state``); the ledger k
 
 import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from .runs import read_json, write_json
+from .runs import open_lock, read_json, remove_drafts, write_json
 
 NAME = "ledger.json"
 
@@ -47,7 +46,7 @@ def read_ledger(experiment: Path) -> dict[str, Entry]:
     try:
         entries = read_json(path).items()
         return {name: Entry(**{key: entry[key] for key in known}) for name, entry in entries}
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} cannot be read as a ledger ({type(error).__name__}: {error}); remove it, and the next start of "
             "the sweep writes a new one"
@@ -78,14 +77,12 @@ def forget(experiment: Path, names: Collection[str]) -> None:
 @contextlib.contextmanager
 def _alone(experiment: Path) -> Iterator[None]:
     """One process at a time changes the ledger: jobs of a scheduler start at the same moment."""
-    handle = os.open(experiment, os.O_RDONLY)
+    handle = open_lock(experiment)
     try:
-        # a file system without locks
+        # on a disk without locks there is nothing to wait for
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
-            # of a process that was killed as it wrote
-            for draft in experiment.glob(f".{NAME}.*"):
-                draft.unlink()
+            remove_drafts(experiment)
         yield
     finally:
         os.close(handle)

@@ -30,6 +30,10 @@ COMMAND = ("launch", "dry_run", "beside")
 # what a row of metrics.jsonl and of load.parquet means; runs of two schemas are not put into one table
 METRIC_SCHEMA = 2
 HASH_DIGITS = 8
+# who writes in a folder locks this file in it, which stays
+LOCK = ".lock"
+# a draft of another machine, of whose processes nothing is known here, is a left one after this
+DRAFT_SECONDS = 86400.0
 # whoever asks whether a folder is claimed holds it for less than this
 CLAIM_SECONDS = 0.1
 PACKAGES = ("equipoise", "torch", "triton", "numpy", "hydra-core", "omegaconf", "pandas", "pyarrow", "wandb")
@@ -91,9 +95,11 @@ def seed_of(name: str) -> int:
 
 
 def run_state(folder: Path) -> RunState:
-    """What became of the run in ``folder``."""
-    if (folder / "summary.json").exists():
-        return RunState.DONE
+    """What became of the run in ``folder``; a ``summary.json`` that cannot be read is none."""
+    with contextlib.suppress(ValueError):
+        read_json(folder / "summary.json")
+        if (folder / "summary.json").exists():
+            return RunState.DONE
     return RunState.CUT if (folder / "config.yaml").exists() else RunState.NEW
 
 
@@ -107,10 +113,23 @@ def open_run(folder: Path, config: Mapping[str, Any]) -> None:
     """
     refuse_other_run(folder, config)
     folder.mkdir(parents=True, exist_ok=True)
-    for draft in _drafts(folder):
-        draft.unlink()
     write_text(folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
     (folder / "failed.json").unlink(missing_ok=True)
+
+
+def renew(folder: Path, config: Mapping[str, Any]) -> None:
+    """Let the keys of a complete run that cannot change its result take their new values, unless others write there.
+
+    Raises:
+        ValueError: if ``folder`` holds a run of another config.
+    """
+    refuse_other_run(folder, config)
+    stored = load_config(folder)
+    changed = {key: value for key, value in config.items() if key in FREE and not same(stored.get(key), value)}
+    # whoever is at work there has brought values of its own
+    if changed and not is_claimed(folder):
+        with claim(folder):
+            write_text(folder / "config.yaml", yaml.safe_dump(stored | changed, sort_keys=False))
 
 
 def refuse_other_run(folder: Path, config: Mapping[str, Any]) -> None:
@@ -120,17 +139,31 @@ def refuse_other_run(folder: Path, config: Mapping[str, Any]) -> None:
         ValueError: naming the first key that differs, with both values.
     """
     if not (folder / "config.yaml").exists():
-        if folder.exists() and set(folder.iterdir()) - _drafts(folder):
+        if folder.exists() and set(folder.iterdir()) - {folder / LOCK, *_drafts(folder)}:
             raise ValueError(f"{folder} holds files but no config.yaml: not a run, so nothing is written there")
         return
     stored, given = flatten(load_config(folder)), flatten(config)
     for key in sorted(stored.keys() | given.keys()):
         old, new = stored.get(key, _ABSENT), given.get(key, _ABSENT)
-        if old != new and key.split(".")[0] not in FREE:
+        if not same(old, new) and key.split(".")[0] not in FREE:
             raise ValueError(
                 f"{folder} holds the run of another config: {key} is {old!r} there and {new!r} here; "
                 f"nothing was overwritten. Remove the folder or give this run another name="
             )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two settings are one to ``config_hash``.
+
+    >>> same(float("nan"), float("nan")), same(1, 1.0)
+    (True, False)
+    """
+    return _text(one) == _text(other)
+
+
+def _text(value: Any) -> str:
+    # a date, which no config of ours holds, but a file may
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -152,12 +185,15 @@ def load_config(folder: Path) -> dict[str, Any]:
     """The resolved config of the run in ``folder``.
 
     Raises:
-        ValueError: if there is none, or it is not a mapping.
+        ValueError: if there is none, or it is not a mapping in YAML.
     """
     path = folder / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{folder} is not a run folder: it has no config.yaml")
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a mapping of settings, got {type(config).__name__}")
     return config
@@ -171,21 +207,43 @@ def claim(folder: Path) -> Iterator[None]:
         ValueError: if another process is at work in ``folder``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    handle, locked = open_lock(folder), None
     try:
-        # a file system without locks says so by another error; the claim is a courtesy there
-        if _lock(handle, fcntl.LOCK_EX) is False:
+        locked = _lock(handle, fcntl.LOCK_EX)
+        if locked is False:
             time.sleep(CLAIM_SECONDS)
-            if _lock(handle, fcntl.LOCK_EX) is False:
-                raise ValueError(f"{folder} is being written by another process")
+            locked = _lock(handle, fcntl.LOCK_EX)
+        if locked is False:
+            raise ValueError(f"{folder} is being written by another process ({claimant(folder) or 'unknown'})")
+        # without locks the claim is a courtesy
+        if locked:
+            remove_drafts(folder)
+            os.truncate(handle, 0)
+            os.write(handle, f"{platform.node()} {os.getpid()}\n".encode())
         yield
     finally:
+        if locked:
+            os.truncate(handle, 0)
         os.close(handle)
 
 
+def open_lock(folder: Path) -> int:
+    """Open the lock file of ``folder`` as a file descriptor.
+
+    A folder can be locked itself, but on a network disk (NFS) other machines are then not told; and they lock for
+    writing what is open for writing.
+    """
+    return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+
+
 def is_claimed(folder: Path) -> bool | None:
-    """Whether a launcher is at work in ``folder``; None where the file system knows no locks."""
-    handle = os.open(folder, os.O_RDONLY)
+    """Whether a launcher is at work in ``folder``; None where nobody can tell, say on a disk without locks."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except PermissionError:
+        return None
     try:
         free = _lock(handle, fcntl.LOCK_SH)
     finally:
@@ -193,12 +251,22 @@ def is_claimed(folder: Path) -> bool | None:
     return None if free is None else not free
 
 
+def claimant(folder: Path) -> str | None:
+    """``<host>, process <id>`` of the launcher that has claimed ``folder``, or was killed as it had; None without."""
+    try:
+        host, number = (folder / LOCK).read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return f"{host}, process {number}"
+
+
 def _lock(handle: int, kind: int) -> bool | None:
-    """Lock an open folder without waiting: True; False if another process has it; None if there are no locks."""
+    """Lock an open file without waiting: True; False if another process has it; None if the disk has no locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    # a network disk without its lock service
     except OSError:
         return None
     return True
@@ -217,7 +285,7 @@ def checkpoint_steps(checkpoints: Path) -> list[int]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file at once: whoever reads ``path`` sees all of ``text`` or what was there before."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -225,9 +293,30 @@ def write_text(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+def remove_drafts(folder: Path) -> None:
+    """Remove what ``write_text`` had not yet put in its place when its process was killed."""
+    for draft in _drafts(folder):
+        # whoever writes it may just have put it in its place
+        with contextlib.suppress(FileNotFoundError):
+            if _is_left(draft):
+                draft.unlink()
+
+
 def _drafts(folder: Path) -> set[Path]:
-    """What ``write_text`` had not yet put in its place when its process was killed."""
     return {path for path in folder.glob(".*") if re.fullmatch(r"\..+\.\d+", path.name)}
+
+
+def _is_left(draft: Path) -> bool:
+    """Whether the process that wrote a draft is gone; of another machine, whether the draft is old."""
+    number = int(draft.suffix[1:])
+    if draft.name.endswith(f".{platform.node()}.{number}"):
+        try:
+            os.kill(number, 0)
+        except (ProcessLookupError, OverflowError):
+            return True
+        except PermissionError:
+            pass
+    return time.time() - draft.stat().st_mtime > DRAFT_SECONDS
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -236,8 +325,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; empty if there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """The JSON object in ``path``; empty if there is no such file.
+
+    Raises:
+        ValueError: for anything else than a JSON object.
+    """
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 def write_failure(folder: Path, error: str, rank: int | None = None, log: Path | None = None) -> None:
@@ -251,7 +352,7 @@ def write_failure(folder: Path, error: str, rank: int | None = None, log: Path |
 def write_environment(folder: Path, **facts: Any) -> None:
     """Write ``environment.json``: commit, versions, machine, command and start time, and the ``facts`` given."""
     environment = {
-        **_commit(Path(__file__).resolve().parents[1]),
+        **git_commit(Path(__file__).resolve().parents[1]),
         "versions": _versions(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
@@ -270,7 +371,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit(root: Path) -> dict[str, Any]:
+def git_commit(root: Path) -> dict[str, Any]:
     """Commit of the checkout at ``root`` and whether files differ from it; None where ``root`` is not a checkout."""
     # an installed copy may lie inside somebody else's repository
     if not (root / ".git").exists():

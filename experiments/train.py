@@ -20,7 +20,7 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .measure import Meter
 from .moe import check_routers
 from .parallel import ParallelConfig, Ranks, clip_gradients, join_ranks, synchronising, wrap
-from .runs import METRIC_SCHEMA, load_config, write_environment, write_json
+from .runs import METRIC_SCHEMA, flatten, load_config, same, write_environment, write_json
 from .tracker import Tracker
 
 validate = build.check
@@ -36,7 +36,27 @@ def main(run_folder: str) -> None:
     config = load_config(folder)
     parallel = build.make_parallel(config)
     with join_ranks(parallel) as ranks:
+        refuse_other_configs(config, ranks)
         train(folder, config, parallel, ranks)
+
+
+def refuse_other_configs(config: dict[str, Any], ranks: Ranks) -> None:
+    """Check that all ranks have read the same config: under torchrun each machine names a run folder of its own.
+
+    Raises:
+        ValueError: on every rank, with a key and two values.
+    """
+    found: list[dict[str, Any]] = [{}] * ranks.world_size
+    torch.distributed.all_gather_object(found, config)
+    first = flatten(found[0])
+    for rank, other in enumerate(map(flatten, found)):
+        for key in sorted(first.keys() | other.keys()):
+            one, two = first.get(key), other.get(key)
+            if not same(one, two):
+                raise ValueError(
+                    f"ranks 0 and {rank} read different configs: {key} is {one!r} and {two!r}; start all of them on "
+                    "the same run folder"
+                )
 
 
 def train(folder: Path, config: dict[str, Any], parallel: ParallelConfig, ranks: Ranks) -> None:

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..runs import FREE, flatten, load_config
+from ..runs import FREE, flatten, load_config, same
 
 SAME, DIFFERENT, TROUBLE = 0, 1, 2
 DEFAULT = "default"
@@ -36,6 +36,7 @@ DEFAULT = "default"
 LABELS = ("balancer.name",)
 SWEEP = "sweep"
 ABSENT = "absent"
+RANKS = "parallel.ranks"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         a, b = (settings(spec, options.config_dir) for spec in (options.a, options.b))
+        _settle_ranks(a, b, options.b)
+        _settle_ranks(b, a, options.a)
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
         # whoever composes has the better words for an unknown key
         from ..launch import explain
@@ -89,6 +92,12 @@ def settings(spec: str, config_dir: Path | None = None) -> dict[str, Any]:
     return _compose(_overrides(spec, config_dir), config_dir)
 
 
+def _settle_ranks(config: dict[str, Any], other: Mapping[str, Any], spec: str) -> None:
+    """A run folder has the number that ``auto`` became."""
+    if config.get(RANKS) == "auto" and isinstance(other.get(RANKS), int) and Path(spec).expanduser().is_dir():
+        config[RANKS] = other[RANKS]
+
+
 def _load_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
@@ -103,7 +112,10 @@ def _load_file(path: Path) -> dict[str, Any]:
 
 def _overrides(spec: str, config_dir: Path | None) -> list[str]:
     """The words of ``spec`` as overrides of Hydra."""
-    words = [word for word in shlex.split(spec) if word != DEFAULT]
+    try:
+        words = [word for word in shlex.split(spec) if word != DEFAULT]
+    except ValueError as error:
+        raise ValueError(f"{spec!r}: expected words as on the command line; {error}") from error
     bare = [word for word in words if "=" not in word and not word.startswith("~")]
     groups = _presets(config_dir) if bare else {}
     return [f"{_group(word, groups)}={word}" if word in bare else word for word in words]
@@ -165,7 +177,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], everything: bool = F
     found = {}
     for key in dict.fromkeys([*a, *b]):
         values = {side: flat[key] for side, flat in (("a", a), ("b", b)) if key in flat}
-        differ = len(values) == 1 or values["a"] != values["b"]
+        differ = len(values) == 1 or not same(values["a"], values["b"])
         # an empty section on one side: its keys on the other side say it all
         empty = None in values.values() and any(other.startswith(f"{key}.") for other in (*a, *b))
         if differ and not empty and (everything or not (key.split(".")[0] in FREE or key in LABELS)):

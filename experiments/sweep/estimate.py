@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..runs import checkpoint_step, open_run, read_json
+from .job import Job, Trainer
 from .plan import (
     FLOPS_RULE,
     Group,
@@ -28,9 +29,6 @@ from .plan import (
 )
 from .progress import Progress, format_count, format_seconds, print_line
 from .ranks import run_ranks
-
-if TYPE_CHECKING:
-    from .jobs import Job, Trainer
 
 STEPS = 20
 # the first ones allocate and compile
@@ -69,7 +67,7 @@ class Measurement:
         return fixed + steps * float(low), fixed + steps * float(high)
 
 
-def measure(index: int, job: "Job", trainer: "Trainer", progress: Progress) -> Measurement:
+def measure(index: int, job: Job, trainer: Trainer, progress: Progress) -> Measurement:
     """Run the first steps of a job in a folder that is removed; ``index`` counts the measurements from 1.
 
     Raises:
@@ -116,7 +114,7 @@ def _read(folder: Path, began: float, ended: float) -> Measurement:
     )
 
 
-def dry_run(jobs: Sequence["Job"], total: int, trainer: "Trainer", console: Console, measured: bool) -> bool:
+def dry_run(jobs: Sequence[Job], total: int, trainer: Trainer, console: Console, measured: bool) -> bool:
     """Print the plan; if ``measured``, with times. ``total`` counts the jobs that were refused too.
 
     Returns whether all that was to be measured could be.
@@ -138,7 +136,7 @@ def dry_run(jobs: Sequence["Job"], total: int, trainer: "Trainer", console: Cons
 
 
 def _measure_all(
-    groups: Sequence[Group], trainer: "Trainer", console: Console
+    groups: Sequence[Group], trainer: Trainer, console: Console
 ) -> tuple[dict[Group, Measurement], list[str]]:
     """What one job of each group took, and why there is nothing for the others."""
     found, failures = {}, []
@@ -152,7 +150,7 @@ def _measure_all(
     return found, failures
 
 
-def _counted(jobs: Sequence["Job"], groups: Sequence[Group], total: int) -> dict[str, str]:
+def _counted(jobs: Sequence[Job], groups: Sequence[Group], total: int) -> dict[str, str]:
     """What follows from the configs, by name."""
     runs = [len(group.jobs) for group in groups]
     steps, tokens = [group.steps for group in groups], [group.tokens for group in groups]
@@ -205,7 +203,7 @@ def _measured(groups: Sequence[Group], found: Mapping[Group, Measurement]) -> di
     }
 
 
-def _job_seconds(job: "Job", measurement: Measurement) -> tuple[float, float]:
+def _job_seconds(job: Job, measurement: Measurement) -> tuple[float, float]:
     """From the lower to the upper estimate, of what is left of a job."""
     steps, every, done = job.config["optim"]["steps"], job.config["validation"]["every"], checkpoint_step(job.folder)
     validations = steps // every - done // every + (steps % every > 0)

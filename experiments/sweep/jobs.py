@@ -3,6 +3,7 @@
 The same command again skips what is done and resumes what was cut: see ``runs.py``.
 """
 
+import functools
 import json
 import math
 import os
@@ -10,10 +11,10 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -21,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from ..checks import check_switch
 from ..ledger import Entry, record
 from ..report.statistics import tail_mean, tail_start
 from ..runs import (
@@ -30,60 +32,21 @@ from ..runs import (
     open_run,
     read_json,
     refuse_other_run,
+    renew,
     run_folder,
     run_label,
     run_state,
     write_failure,
 )
 from .estimate import dry_run
-from .nodes import find_node
+from .job import Failure, Job, Trainer
+from .nodes import Node, find_node, wait_for
 from .plan import distinguish, print_plan
 from .plugins import PluginJobError
 from .progress import Progress, format_seconds, print_line
 from .ranks import RankError, run_ranks, take_part
 
 CPU_RANKS = 2
-
-
-class Trainer(Protocol):
-    """What runs a job: the module ``experiments.train``, or a stand-in in tests."""
-
-    def validate(self, config: dict[str, Any]) -> None:
-        """Raise ``ValueError`` for a config that cannot be trained."""
-
-    def main(self, run_folder: str) -> None:
-        """Run one rank. The ranks are new processes, so it must be importable by its name."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run: ``index`` counts from 1 within the sweep, ``config`` is resolved to the last number.
-
-    ``settings`` tell it apart from others of the same balancer and seed.
-    """
-
-    index: int
-    config: dict[str, Any]
-    folder: Path
-    settings: str = ""
-
-    @property
-    def label(self) -> str:
-        """Name for people: balancer, seed and, where they are not enough, ``settings``."""
-        return f"{run_label(self.config)} {self.settings}".strip()
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a job did not complete, in one line, and the file with the rest."""
-
-    label: str
-    cause: str
-    log: Path | None = None
-
-    @property
-    def detail(self) -> str:
-        return f"{self.cause} (log: {self.log})" if self.log else self.cause
 
 
 def run_all(
@@ -106,6 +69,8 @@ def run_all(
     # without a terminal rich takes 80 columns, too few for the table
     console = console or Console(width=None if sys.stdout.isatty() else 100)
     trainer = trainer or default_trainer()
+    for key in ("launch", "dry_run"):
+        check_switch(key, configs[0][key])
     jobs, failures = check(configs, trainer, console) if sweep else ([prepare(1, configs[0], trainer)], [])
     if not jobs:
         return 1
@@ -135,15 +100,13 @@ def run_one(config: dict[str, Any], trainer: Trainer | None = None) -> float | N
         PluginJobError: if the job failed.
         ValueError: for a config that cannot be trained, or ranks that the nodes cannot share.
     """
-    trainer = trainer or default_trainer()
-    job = prepare(1, config, trainer)
-    node, ranks = find_node(), job.config["parallel"]["ranks"]
-    # before anything is written
-    node.local_ranks(ranks)
+    trainer, node = trainer or default_trainer(), find_node()
     if node.index:
-        if run_state(job.folder) != RunState.DONE:
-            take_part(trainer.main, job.folder, ranks)
+        _join(config, trainer, node)
         return None
+    job = prepare(1, config, trainer)
+    # before anything is written
+    node.local_ranks(job.config["parallel"]["ranks"])
     # a plugin runs jobs elsewhere and in an order of its own: each goes on alone
     overrides = HydraConfig.get().overrides if HydraConfig.initialized() else None
     words = [*overrides.hydra, *overrides.task] if overrides else sys.argv[1:]
@@ -153,6 +116,24 @@ def run_one(config: dict[str, Any], trainer: Trainer | None = None) -> float | N
     if failure:
         raise PluginJobError(f"{failure.label}: {failure.detail}")
     return read_json(job.folder / "summary.json").get("val_bpb")
+
+
+def _join(config: dict[str, Any], trainer: Trainer, node: Node) -> None:
+    """Take part in a job whose folder node 0 writes: what lies in it before its config is there says nothing.
+
+    Raises:
+        PluginJobError: if a rank failed.
+        TimeoutError: if node 0 writes no config in time.
+        ValueError: as ``prepare`` does, or for ranks that the nodes cannot share.
+    """
+    job = _make_job(1, config)
+    ranks = job.config["parallel"]["ranks"]
+    node.local_ranks(ranks)
+    _validate(job, trainer)
+    wait_for(job.folder / "config.yaml")
+    refuse_other_run(job.folder, job.config)
+    if run_state(job.folder) != RunState.DONE:
+        take_part(trainer.main, job.folder, ranks)
 
 
 def enter_ledger(jobs: Sequence[Job], commands: Sequence[str], host: str | None) -> None:
@@ -195,15 +176,25 @@ def prepare(index: int, config: dict[str, Any], trainer: Trainer) -> Job:
     Raises:
         ValueError: for a config that cannot be trained, or a folder that holds another run.
     """
-    config = settle_ranks(config)
-    job = Job(index, {key: value for key, value in config.items() if key not in COMMAND}, run_folder(config))
+    job = _make_job(index, config)
     refuse_other_run(job.folder, job.config)
-    if run_state(job.folder) != RunState.DONE:
-        try:
-            trainer.validate(job.config)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(str(error)) from error
+    _validate(job, trainer)
     return job
+
+
+def _make_job(index: int, config: dict[str, Any]) -> Job:
+    config = settle_ranks(config)
+    return Job(index, {key: value for key, value in config.items() if key not in COMMAND}, run_folder(config))
+
+
+def _validate(job: Job, trainer: Trainer) -> None:
+    """Check that a job can be trained, unless it was."""
+    if run_state(job.folder) == RunState.DONE:
+        return
+    try:
+        trainer.validate(job.config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(str(error)) from error
 
 
 def settle_ranks(config: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +222,16 @@ def settle_ranks(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"data.microbatches={microbatches} is over all ranks: expected a multiple of parallel.ranks={ranks}"
         )
+    cores = nodes * (os.cpu_count() or 1)
+    if config["launch"] and not gpus and ranks > max(cores, CPU_RANKS * nodes):
+        _warn(f"parallel.ranks={ranks} on {cores} cores and no GPU: the ranks share cores, which is slow")
     return config | {"parallel": config["parallel"] | {"ranks": ranks}}
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Say it once, not for every job of a sweep."""
+    print(f"equipoise: {text}", file=sys.stderr)
 
 
 def _is_positive(value: Any) -> bool:
@@ -240,6 +240,9 @@ def _is_positive(value: Any) -> bool:
 
 def print_commands(jobs: Sequence[Job], console: Console) -> None:
     """Write the run folders that are not done and print the command that starts the ranks of each."""
+    for job in jobs:
+        if run_state(job.folder) == RunState.DONE:
+            renew(job.folder, job.config)
     jobs = [job for job in jobs if run_state(job.folder) != RunState.DONE]
     commands = [_torchrun(job) for job in jobs]
     enter_ledger(jobs, commands, host=None)
@@ -257,10 +260,11 @@ def _torchrun(job: Job) -> str:
 def run_job(job: Job, trainer: Trainer, progress: Progress) -> Failure | None:
     """Run one job unless it is done; what stops it is printed and returned."""
     label = job.label
-    if run_state(job.folder) == RunState.DONE:
-        progress.end(job.index, label, "skipped", f"was done before: {describe(job)}")
-        return None
     try:
+        if run_state(job.folder) == RunState.DONE:
+            renew(job.folder, job.config)
+            progress.end(job.index, label, "skipped", f"was done before: {describe(job)}")
+            return None
         with claim(job.folder):
             open_run(job.folder, job.config)
             failure = _run_claimed(job, trainer, progress)
@@ -287,6 +291,9 @@ def _run_claimed(job: Job, trainer: Trainer, progress: Progress) -> Failure | No
         cause, rank, log = str(error), error.rank, error.log
     # say a rendezvous that found no port: it ends this job, not the sweep
     except Exception as error:
+        # submitit raises when the time of a Slurm job is up for good, whatever is under way: the run is cut
+        if type(error).__module__.startswith("submitit."):
+            raise
         cause = f"{type(error).__name__}: {error}"
     write_failure(job.folder, cause, rank, log)
     return Failure(label, cause if rank is None else f"rank {rank}: {cause}", log)
@@ -294,6 +301,13 @@ def _run_claimed(job: Job, trainer: Trainer, progress: Progress) -> Failure | No
 
 def describe(job: Job) -> str:
     """The result of a complete run in one line: bits per byte at the end, MaxVio over the tail window."""
+    try:
+        return _result(job)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its metrics cannot be read ({type(error).__name__}: {error})"
+
+
+def _result(job: Job) -> str:
     lines = (job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     steps = [row["step"] for row in rows]

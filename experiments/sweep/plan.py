@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,10 +13,8 @@ from ...balancers.base import FixedDtype
 from .. import build
 from ..model import Model
 from ..runs import FREE, RunState, checkpoint_step, flatten, run_label, run_state
+from .job import Job
 from .progress import print_line
-
-if TYPE_CHECKING:
-    from .jobs import Job
 
 FP32_BYTES = 4
 FLOPS_RULE = (
@@ -123,10 +121,15 @@ def distinguish(configs: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[s
     (['eta=1', 'eta=2'], {'balancer.eta': 2})
     """
     labels = [run_label(config) for config in configs]
-    alike = [varying([other for other, name in zip(configs, labels, strict=True) if name == label]) for label in labels]
+    members: dict[str, list[Mapping[str, Any]]] = {label: [] for label in labels}
+    for config, label in zip(configs, labels, strict=True):
+        members[label].append(config)
+    alike = {label: varying(group) for label, group in members.items()}
     flats = [flatten(config) for config in configs]
-    settings = [" ".join(_setting(flat, key) for key in keys) for flat, keys in zip(flats, alike, strict=True)]
-    keys = ["balancer.name", "seed", *dict.fromkeys(key for keys in alike for key in keys)]
+    settings = [
+        " ".join(_setting(flat, key) for key in alike[label]) for flat, label in zip(flats, labels, strict=True)
+    ]
+    keys = ["balancer.name", "seed", *dict.fromkeys(key for keys in alike.values() for key in keys)]
     numbers = {key: len({_text(flat[key]) for flat in flats if key in flat}) for key in keys}
     return settings, {key.removesuffix(".name"): number for key, number in numbers.items() if number > 1}
 
@@ -139,14 +142,14 @@ def _setting(flat: Mapping[str, Any], key: str) -> str:
 class Group:
     """Jobs that differ in nothing but balancer and seed, so that one stands for all."""
 
-    jobs: list["Job"]
+    jobs: list[Job]
 
     @property
     def config(self) -> dict[str, Any]:
         return self.jobs[0].config
 
     @property
-    def left(self) -> list["Job"]:
+    def left(self) -> list[Job]:
         """Those that are not done."""
         return [job for job in self.jobs if run_state(job.folder) != RunState.DONE]
 
@@ -182,7 +185,7 @@ class Group:
         return max((count_memory(config) for config in counted.values()), key=lambda held: sum(held.values()))
 
 
-def make_groups(jobs: Iterable["Job"]) -> list[Group]:
+def make_groups(jobs: Iterable[Job]) -> list[Group]:
     """Jobs that differ in more than balancer and seed, apart."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
@@ -191,7 +194,7 @@ def make_groups(jobs: Iterable["Job"]) -> list[Group]:
     return [Group(members) for members in groups.values()]
 
 
-def describe_jobs(jobs: Sequence["Job"], total: int) -> str:
+def describe_jobs(jobs: Sequence[Job], total: int) -> str:
     """``24 in runs/table: 20 to run, 3 done, 1 to resume (eqb-s1 from step 50)``; ``total`` counts the refused too."""
     steps = {job.label: checkpoint_step(job.folder) for job in jobs if run_state(job.folder) == RunState.CUT}
     resumed = [f"{label} from step {step}" for label, step in steps.items() if step]
@@ -205,7 +208,7 @@ def describe_jobs(jobs: Sequence["Job"], total: int) -> str:
     return f"{total} in {places}: {', '.join(parts)}"
 
 
-def describe_sweep(jobs: Sequence["Job"]) -> str:
+def describe_sweep(jobs: Sequence[Job]) -> str:
     """``balancer (8), seed (3)``: what differs over jobs, and how many values there are; or nothing."""
     swept = distinguish([job.config for job in jobs])[1]
     return ", ".join(f"{key} ({number})" for key, number in swept.items()) or "nothing"
@@ -227,7 +230,7 @@ def describe_parameters(groups: Sequence[Group]) -> str:
     return f"{span(count.total for count in counts)} total, {span(count.active for count in counts)} active for a token"
 
 
-def print_plan(jobs: Sequence["Job"], total: int, console: Console) -> None:
+def print_plan(jobs: Sequence[Job], total: int, console: Console) -> None:
     """Say in a few lines what a sweep will do; ``total`` counts the jobs that were refused too."""
     groups = make_groups(jobs)
     print_line(console, f"jobs: {describe_jobs(jobs, total)}")

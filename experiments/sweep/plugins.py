@@ -19,7 +19,7 @@ class PluginNotes(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse or warn of what a plugin does not do."""
-        if not _has_plugin(config):
+        if not has_plugin(config.hydra):
             return
         # Hydra makes a warning of an exception that a callback raises, but not of this one
         if config.dry_run or not config.launch:
@@ -34,12 +34,11 @@ class PluginNotes(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Say how to get the table, which is made of all jobs."""
-        if _has_plugin(config):
+        if has_plugin(config.hydra):
             print(f"the table: equipoise-report {Path(config.runs) / config.name}")
 
 
-def _has_plugin(config: DictConfig) -> bool:
-    # the command imports this module by way of Hydra
-    from ..launch import has_plugin
-
-    return has_plugin(config.hydra)
+def has_plugin(settings: Any) -> bool:
+    """Whether Hydra's ``settings`` name a launcher or a sweeper that is not its own."""
+    targets = (str(settings[part]["_target_"]) for part in ("launcher", "sweeper"))
+    return any(not target.startswith("hydra._internal.core_plugins.basic_") for target in targets)

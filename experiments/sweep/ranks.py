@@ -12,6 +12,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .nodes import PATIENCE_SECONDS, Node, find_node, wait_for
+from .nodes import PATIENCE_SECONDS, Node, find_node
 from .plugins import PluginJobError
 
 # the optimizer imports torch._dynamo, which takes as long as torch itself
@@ -86,6 +87,7 @@ def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # one server imports what a rank needs; the ranks of all jobs of a sweep are forked from it
     multiprocessing.set_forkserver_preload(PRELOADED)
+    _start_server()
     _quiet_torch()
     try:
         try:
@@ -104,13 +106,11 @@ def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
 
 
 def take_part(main: Callable[[str], None], folder: Path, ranks: int) -> None:
-    """Run this node's share of the ``ranks`` of a job whose folder node 0 makes ready.
+    """Run this node's share of the ``ranks`` of a job whose folder node 0 has made ready.
 
     Raises:
         PluginJobError: if a rank failed; node 0 writes down why.
-        TimeoutError: if the folder is not ready in time.
     """
-    wait_for(folder / "config.yaml")
     try:
         run_ranks(main, folder, ranks)
     except RankError as error:
@@ -129,6 +129,19 @@ def _rendezvous(node: Node, folder: Path, ranks: int) -> dict[str, Any]:
     return here | meeting | {"run_id": f"{node.job}-{folder.name}", "rdzv_configs": patience}
 
 
+def _start_server() -> None:
+    """Start the server that forks the ranks, so that it and they ignore SIGUSR2.
+
+    Slurm sends it when time is up, to tell the launcher, but to all processes. What is ignored stays so in a program
+    that is started.
+    """
+    handler = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGUSR2, handler)
+
+
 def _quiet_torch() -> None:
     """Silence what torch logs about ranks that fail or are stopped: the launcher says it in a line."""
     for name in list(logging.root.manager.loggerDict):
@@ -139,8 +152,6 @@ def _quiet_torch() -> None:
 
 def _run_rank(main: Callable[[str], None], folder: str, launcher: int) -> None:
     threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
-    # Slurm sends it when time is up, to tell the launcher, but to all processes
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         main(folder)
     except Exception:

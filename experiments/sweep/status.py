@@ -4,7 +4,7 @@
 done        complete
 running     a launcher holds its folder
 running?    nobody is known to hold it, but a step was recorded within the last ``RECENT_SECONDS``: its
-            ranks were started by torchrun, or on another machine
+            ranks were started by torchrun, or their launcher was killed a moment ago
 failed      its ranks stopped with an error; the same command tries again
 cut         started and stopped half-way; the same command goes on from its last checkpoint
 missing     planned, never started
@@ -15,7 +15,6 @@ Exit status: 0 if all are done, 3 if one is not, 2 if the folder is not that of 
 
 import argparse
 import json
-import platform
 import shlex
 import sys
 import time
@@ -25,14 +24,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..ledger import Entry, forget, read_ledger
-from ..runs import RunState, checkpoint_step, is_claimed, load_config, read_json, run_label, run_state
+from ..runs import LOCK, RunState, checkpoint_step, claimant, is_claimed, load_config, read_json, run_label, run_state
 from .progress import MetricsTail, format_seconds, print_line
 
 DONE, TROUBLE, INCOMPLETE = 0, 2, 3
@@ -55,6 +53,7 @@ class Line:
         val_bpb: of a complete run.
         seconds: of training, as far as it is recorded.
         seconds_left: predicted, of a run that is at work.
+        claimant: which launcher is at work there.
         reason, log: why it failed, and the file with the rest.
         command, place: what goes on with it and its working directory, as the ledger has them.
     """
@@ -69,6 +68,7 @@ class Line:
     val_bpb: float | None = None
     seconds: float | None = None
     seconds_left: float | None = None
+    claimant: str | None = None
     reason: str | None = None
     log: str | None = None
     command: str | None = None
@@ -144,21 +144,22 @@ def look(folder: Path, entry: Entry | None) -> Line:
         config = load_config(folder)
         known |= {"steps": int(config["optim"]["steps"]), "label": entry.label if entry else run_label(config)}
         summary, failed = read_json(folder / "summary.json"), read_json(folder / "failed.json")
-    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return Line(**known, state="failed", reason=f"cannot be read: {' '.join(str(error).split())}")
     if run_state(folder) == RunState.DONE:
         result = {"step": summary.get("steps", known["steps"]), "val_bpb": summary.get("val_bpb")}
         return Line(**known, **result, state="done", seconds=summary.get("train_s"))
-    return _unfinished(folder, entry, known, failed)
+    return _unfinished(folder, known, failed)
 
 
-def _unfinished(folder: Path, entry: Entry | None, known: dict[str, Any], failed: Mapping[str, Any]) -> Line:
+def _unfinished(folder: Path, known: dict[str, Any], failed: Mapping[str, Any]) -> Line:
     tail = MetricsTail(folder / "metrics.jsonl")
     tail.poll()
     known |= {"step": tail.step, "loss": tail.row.get("loss"), "seconds": tail.seconds or None}
-    state = _at_work(folder, entry)
+    state = _at_work(folder)
     if state:
-        return Line(**known, state=state, seconds_left=tail.seconds_left(known["steps"]))
+        who = claimant(folder) if state == "running" else None
+        return Line(**known, state=state, seconds_left=tail.seconds_left(known["steps"]), claimant=who)
     known["resume_step"] = checkpoint_step(folder)
     if failed:
         rank, log = failed.get("rank"), failed.get("log")
@@ -169,17 +170,17 @@ def _unfinished(folder: Path, entry: Entry | None, known: dict[str, Any], failed
     return Line(**known, state="cut" if started else "missing")
 
 
-def _at_work(folder: Path, entry: Entry | None) -> str | None:
+def _at_work(folder: Path) -> str | None:
     """``running``, ``running?`` or None."""
-    claimed = is_claimed(folder)
-    if claimed:
+    if is_claimed(folder):
         return "running"
-    # a launcher of this machine would hold the folder
-    if claimed is False and entry and entry.host == platform.node():
+    metrics, lock = folder / "metrics.jsonl", folder / LOCK
+    if not metrics.exists() or (folder / "failed.json").exists():
         return None
-    metrics = folder / "metrics.jsonl"
-    recent = metrics.exists() and time.time() - metrics.stat().st_mtime < RECENT_SECONDS
-    return "running?" if recent and not (folder / "failed.json").exists() else None
+    recorded = metrics.stat().st_mtime
+    # a launcher that ends by itself empties the file that it has locked, after its ranks have ended
+    let_go = lock.exists() and lock.stat().st_size == 0 and lock.stat().st_mtime >= recorded
+    return "running?" if time.time() - recorded < RECENT_SECONDS and not let_go else None
 
 
 def _forget(folder: Path, lines: Sequence[Line]) -> list[Line]:
@@ -188,7 +189,7 @@ def _forget(folder: Path, lines: Sequence[Line]) -> list[Line]:
     Raises:
         ValueError: a launcher is at work, and what it has planned may come next.
     """
-    busy = [line.label for line in lines if line.state == "running"]
+    busy = [line.label for line in lines if line.state in ("running", "running?")]
     if busy:
         raise ValueError(f"{', '.join(busy)} runs in {folder}: stop it first, what is missing may come next")
     gone = [line.name for line in lines if line.state == "missing" and not (folder / line.name).exists()]
@@ -252,8 +253,9 @@ def _time(line: Line) -> str:
 
 
 def _note(line: Line) -> str:
-    if line.seconds_left:
-        return f"{format_seconds(line.seconds_left)} left"
+    left = f"{format_seconds(line.seconds_left)} left" if line.seconds_left else ""
+    if left or line.claimant:
+        return ", ".join(text for text in (left, line.claimant) if text)
     if line.resume_step is None or line.state == "missing":
         return ""
     return f"from step {line.resume_step}" if line.resume_step else "from the start"

@@ -1,6 +1,7 @@
 """The command: composing, the checks before training, the ledger, real ranks that fail, and stopping."""
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -40,17 +41,29 @@ def validate(config):
 
 def main(run_folder):
     folder, rank = Path(run_folder), int(os.environ["RANK"])
-    seed = runs.load_config(folder)["seed"]
+    config = runs.load_config(folder)
+    seed = config["seed"]
     print("rank", rank, "of", os.environ["WORLD_SIZE"], "threads", os.environ["OMP_NUM_THREADS"])
     if rank == 1 and seed == 1:
         raise RuntimeError("boom,\\nloudly")
     if rank == 0:
-        row = {"step": 1, "tokens": 64, "loss": 2.0, "seconds": 0.1, "global_maxvio": 1.0, "local_maxvio": 2.0}
-        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
-    while str(seed) in os.environ.get("STAND_IN_WAITS", "").split(","):
-        time.sleep(0.05)
-    if rank == 0:
+        for step in range(runs.checkpoint_step(folder) + 1, config["optim"]["steps"] + 1):
+            record(folder, step)
+            wait(seed)
         runs.write_json(folder / "summary.json", {"val_bpb": 2.5})
+    wait(seed)
+
+
+def record(folder, step):
+    (folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    row = {"step": step, "tokens": 64, "loss": 2.0, "seconds": 0.1, "global_maxvio": 1.0, "local_maxvio": 2.0}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\\n")
+
+
+def wait(seed):
+    while str(seed) in os.environ.get("STAND_IN_WAITS", "").split(",") and not Path("go").exists():
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":
@@ -336,6 +349,22 @@ def test_ranks_refused(monkeypatch: pytest.MonkeyPatch, ranks: Any, gpus: int, m
         jobs.settle_ranks(config_of(ranks=ranks, data={"microbatches": microbatches}))
 
 
+def test_more_ranks_than_cores_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(jobs.os, "cpu_count", lambda: 4)
+    jobs._warn.cache_clear()
+    for changes in ({"ranks": 4}, {"ranks": 8, "launch": False}, {"ranks": "auto"}):
+        jobs.settle_ranks(config_of(**changes))
+    assert capsys.readouterr().err == ""
+    for seed in range(2):
+        jobs.settle_ranks(config_of(seed=seed, ranks=8))
+    assert capsys.readouterr().err == (
+        "equipoise: parallel.ranks=8 on 4 cores and no GPU: the ranks share cores, which is slow\n"
+    )
+
+
 def test_single_run_and_its_second_call(started: list[str]) -> None:
     status, lines = run([config_of()], sweep=False)
     assert status == 0
@@ -362,6 +391,54 @@ def test_sweep_skips_what_is_done_and_resumes_what_was_cut(started: list[str]) -
     assert len(started) == 4
     assert (cut / "checkpoints").is_dir()
     assert outcomes(lines) == ["[1/3] eqb-s0 was done before", "[2/3] eqb-s1 done", "[3/3] eqb-s2 done"]
+
+
+def test_run_that_is_done_takes_new_values_of_what_cannot_change_its_result(started: list[str]) -> None:
+    run([config_of()], sweep=False)
+    folder = Path("runs/table") / started[0]
+    rows = [{"step": step, "global_maxvio": float(step), "local_maxvio": None} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = contents(folder)
+    with runs.claim(folder):
+        assert run([config_of(report={"tail": 0.5})], sweep=False)[0] == 0
+    # of another launcher that is at work there nothing is changed
+    assert contents(folder)["config.yaml"] == before["config.yaml"]
+    for launches, new in ((True, {"tail": 0.5, "axes": ["model.width"]}), (False, {"tail": 0.25})):
+        assert run([config_of(report=new, launch=launches)], sweep=False)[0] == 0
+        after = contents(folder)
+        assert {name for name in after if after[name] != before[name]} - {runs.LOCK} == {"config.yaml"}
+        assert after[runs.LOCK][0] == b""
+        assert runs.load_config(folder)["report"] == new
+    assert len(started) == 1
+
+
+def test_what_is_said_of_a_run_is_over_the_tail_of_the_new_command(started: list[str]) -> None:
+    run([config_of(optim={"steps": 2})], sweep=False)
+    rows = [{"step": step, "global_maxvio": float(step), "local_maxvio": None} for step in (1, 2)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (Path("runs/table") / started[0] / "metrics.jsonl").write_text(text)
+    for tail, found in ((1.0, "MaxVio global 1.50"), (0.5, "MaxVio global 2.00")):
+        assert found in run([config_of(optim={"steps": 2}, report={"tail": tail})], sweep=False)[1][0]
+
+
+@pytest.mark.parametrize("text", [None, '{"step": 1', "1\n"], ids=["none", "half", "no row"])
+def test_metrics_that_cannot_be_read_do_not_stop_the_sweep(started: list[str], text: str | None) -> None:
+    run([config_of()])
+    metrics = Path("runs/table") / started[0] / "metrics.jsonl"
+    metrics.unlink() if text is None else metrics.write_text(text)
+    status, lines = run([config_of(), config_of(seed=1)])
+    assert status == 0
+    assert "eqb-s0 was done before: its metrics cannot be read (" in "".join(lines)
+    assert [name[:6] for name in started] == ["eqb-s0", "eqb-s1"]
+
+
+def test_config_that_is_not_yaml_fails_its_job_alone(started: list[str]) -> None:
+    run([config_of()])
+    (Path("runs/table") / started[0] / "config.yaml").write_text("a: [")
+    status, lines = run([config_of(), config_of(seed=1)])
+    assert status == 1
+    assert "config.yaml is not YAML" in lines[1]
+    assert [name[:6] for name in started] == ["eqb-s0", "eqb-s1"]
 
 
 def test_bad_config_is_named_before_training_and_others_run(started: list[str]) -> None:
@@ -434,6 +511,22 @@ def test_failed_job_is_recorded_and_does_not_stop_the_sweep(
         "  eqb-s2: the ranks ended, but wrote no summary.json",
     ]
     assert runs.run_state(folders[3]) == runs.RunState.DONE
+
+
+@pytest.mark.parametrize("module", ["submitit.core.utils", "elsewhere"])
+def test_job_whose_time_is_up_is_cut(started: list[str], monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """submitit raises in the middle of whatever is under way."""
+    error = type("UncompletedJobError", (RuntimeError,), {"__module__": module})
+
+    def run_ranks(main: Any, folder: Path, ranks: int) -> None:
+        raise error("timed-out too many times")
+
+    monkeypatch.setattr(jobs, "run_ranks", run_ranks)
+    with pytest.raises(error if module.startswith("submitit") else RuntimeError, match="timed-out"):
+        jobs.run_one(config_of(), TRAINER)
+    (folder,) = Path("runs/table").glob("eqb-*")
+    assert runs.run_state(folder) == runs.RunState.CUT
+    assert (folder / "failed.json").exists() == (module == "elsewhere")
 
 
 def test_launch_false_writes_folders_and_prints_commands(started: list[str]) -> None:
@@ -549,9 +642,10 @@ def living(session: int) -> list[int]:
     return found
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_r2_a_sweep_of_six_that_was_killed_in_the_fourth_goes_on(workplace: Path, stop: signal.Signals) -> None:
-    experiment, command = workplace / "runs/default", ["-m", "balancer=none", "seed=2,3,4,5,6,7", "optim.steps=1"]
+    experiment, command = workplace / "runs/default", ["-m", "balancer=none", "seed=2,3,4,5,6,7", "optim.steps=2"]
     process = start(workplace, *command, STAND_IN_WAITS="5")
     wait_for(lambda: list(workplace.glob("runs/*/none-s5-*/metrics.jsonl")) or process.poll() is not None)
     # a scheduler's SIGTERM often reaches the launcher alone
@@ -563,22 +657,24 @@ def test_r2_a_sweep_of_six_that_was_killed_in_the_fourth_goes_on(workplace: Path
     assert errors == GOES_ON * (stop == signal.SIGTERM)
     assert not list(experiment.glob("*/failed.json"))
     lines = status.collect(experiment)
-    assert [line.state for line in lines] == ["done"] * 3 + ["cut"] + ["missing"] * 2
+    # of a launcher that was killed nobody knows for a while whether torchrun goes on with its run
+    assert [line.state for line in lines] == ["done"] * 3 + ["running?" if stop == signal.SIGKILL else "cut"] + [
+        "missing"
+    ] * 2
     assert status.commands(lines) == [f"equipoise {' '.join(command)}"]
     done = {seed: next(workplace.glob(f"runs/default/none-s{seed}-*")) for seed in (2, 3, 4)}
     before = {seed: contents(folder) for seed, folder in done.items()}
     cut = next(workplace.glob("runs/default/none-s5-*"))
-    (cut / "checkpoints").mkdir()
     process = start(workplace, *command)
     out, errors = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, out + errors
-    assert "jobs: 6 in runs/default: 3 to run, 3 done" in out.splitlines()
+    assert "jobs: 6 in runs/default: 2 to run, 3 done, 1 to resume (none-s5 from step 1)" in out.splitlines()
     skipped = [f"[{index}/6] none-s{index + 1} was done before" for index in (1, 2, 3)]
     assert outcomes(out.splitlines()) == skipped + [f"[{index}/6] none-s{index + 1} done" for index in (4, 5, 6)]
     assert {seed: contents(folder) for seed, folder in done.items()} == before
     # its attempts: cut and resumed; those that came after have one
     assert sorted(path.name for path in (cut / "log").iterdir()) == ["1", "2"]
-    assert (cut / "checkpoints").is_dir()
+    assert [json.loads(line)["step"] for line in (cut / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     assert len(list(workplace.glob("runs/default/none-s[67]-*/log/1"))) == 2
     assert len(list(workplace.glob("runs/default/none-*"))) == 6
     assert status.main([str(experiment)]) == 0
@@ -601,6 +697,24 @@ def test_ctrl_c_stops_the_whole_sweep(workplace: Path) -> None:
     assert errors.endswith(GOES_ON)
     assert [path.name[:7] for path in workplace.glob("runs/default/none-*")] == ["none-s0"]
     assert not list(workplace.glob("runs/*/*/failed.json"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_slurm_tells_all_processes_that_time_is_up_and_the_launcher_alone_listens(workplace: Path) -> None:
+    process = start(workplace, "balancer=none", "optim.steps=1", "parallel.ranks=1", STAND_IN_WAITS="0")
+    try:
+        wait_for(lambda: list(workplace.glob("runs/*/*/metrics.jsonl")) or process.poll() is not None)
+        others = [number for number in living(process.pid) if number != process.pid]
+        # the server that forks the ranks, and a rank
+        assert len(others) >= 2
+        for number in others:
+            os.kill(number, signal.SIGUSR2)
+        (workplace / "go").touch()
+        out, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    finally:
+        for survivor in living(process.pid):
+            os.kill(survivor, signal.SIGKILL)
+    assert process.returncode == 0, out + errors
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")

@@ -1,14 +1,24 @@
 """The run folder: hash, name, state, and that nothing is overwritten."""
 
 import copy
+import errno
+import fcntl
 import json
+import math
+import os
+import platform
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from equipoise.experiments import runs
+from equipoise.experiments import ledger, runs
 from equipoise.experiments.runs import RunState
+
+HERE = platform.node()
+# above what Linux gives to a process
+GONE = 2**22 + 1
 
 CONFIG: dict[str, Any] = {
     "name": "table",
@@ -113,17 +123,61 @@ def test_key_that_cannot_change_a_result_takes_its_new_value(tmp_path: Path) -> 
 
 
 def test_a_kill_while_the_config_was_written_is_no_other_run(tmp_path: Path) -> None:
-    (tmp_path / ".config.yaml.4711").write_text("name: tab")
-    runs.open_run(tmp_path, CONFIG)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    (tmp_path / f".config.yaml.{HERE}.{GONE}").write_text("name: tab")
+    with runs.claim(tmp_path):
+        runs.open_run(tmp_path, CONFIG)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [runs.LOCK, "config.yaml"]
 
 
 def test_drafts_of_a_killed_process_go_when_the_run_is_resumed(tmp_path: Path) -> None:
-    runs.open_run(tmp_path, CONFIG)
-    for name in (".summary.json.12", ".metrics.jsonl.7", ".keep", "wandb-id"):
+    left = [f".summary.json.{HERE}.{GONE}", ".metrics.jsonl.elsewhere.7"]
+    at_work = [f".summary.json.{HERE}.{os.getppid()}", ".summary.json.elsewhere.8"]
+    for name in (*left, *at_work, ".keep", "wandb-id"):
         (tmp_path / name).write_text("{")
+    os.utime(tmp_path / left[1], (0, 0))
+    with runs.claim(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {*at_work, ".keep", "wandb-id", runs.LOCK}
+
+
+def test_drafts_stay_where_nobody_can_tell_who_is_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(handle: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / f".summary.json.{HERE}.{GONE}").write_text("{")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with runs.claim(tmp_path):
+        assert runs.is_claimed(tmp_path) is None
+        assert len(list(tmp_path.iterdir())) == 2
+        assert runs.claimant(tmp_path) is None
+
+
+def test_complete_run_takes_new_values_of_what_cannot_change_its_result(tmp_path: Path) -> None:
     runs.open_run(tmp_path, CONFIG)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".keep", "config.yaml", "wandb-id"]
+    before = (tmp_path / "config.yaml").stat().st_mtime_ns
+    runs.renew(tmp_path, CONFIG)
+    assert (tmp_path / "config.yaml").stat().st_mtime_ns == before
+    new = changed("report.tail", 1.0)
+    with runs.claim(tmp_path):
+        runs.renew(tmp_path, new)
+    assert runs.load_config(tmp_path) == CONFIG
+    runs.renew(tmp_path, new)
+    assert runs.load_config(tmp_path) == new
+    with pytest.raises(ValueError, match="optim"):
+        runs.renew(tmp_path, changed("optim.steps", 4))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+def test_summary_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    runs.open_run(tmp_path, CONFIG)
+    (tmp_path / "summary.json").write_text(text, encoding="latin-1")
+    assert runs.run_state(tmp_path) == RunState.CUT
+    with pytest.raises(ValueError, match=r"summary\.json"):
+        runs.read_json(tmp_path / "summary.json")
+
+
+def test_nan_is_the_value_that_it_was(tmp_path: Path) -> None:
+    runs.open_run(tmp_path, changed("balancer.bias.ema", math.nan))
+    runs.open_run(tmp_path, changed("balancer.bias.ema", math.nan))
 
 
 def test_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
@@ -133,10 +187,18 @@ def test_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize(("text", "message"), [(None, "no config.yaml"), ("- 1\n", "got list")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no config.yaml"),
+        ("- 1\n", "got list"),
+        ("a: [", r"config\.yaml is not YAML"),
+        ("\xff", r"config\.yaml is not YAML"),
+    ],
+)
 def test_load_config_refuses(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
-        (tmp_path / "config.yaml").write_text(text)
+        (tmp_path / "config.yaml").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         runs.load_config(tmp_path)
 
@@ -144,12 +206,28 @@ def test_load_config_refuses(tmp_path: Path, text: str | None, message: str) -> 
 def test_claim_keeps_a_second_launcher_out(tmp_path: Path) -> None:
     with (
         runs.claim(tmp_path / "run"),
-        pytest.raises(ValueError, match="written by another process"),
+        pytest.raises(ValueError, match=rf"written by another process \({HERE}, process {os.getpid()}\)"),
         runs.claim(tmp_path / "run"),
     ):
         pass
+    assert (tmp_path / "run" / runs.LOCK).read_text() == ""
     with runs.claim(tmp_path / "run"):
-        assert (tmp_path / "run").is_dir()
+        runs.open_run(tmp_path / "run", CONFIG)
+
+
+def test_claim_locks_a_file_that_is_open_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS needs it: what is locked there by way of a folder is locked on this machine only."""
+    locked = []
+
+    def flock(handle: int, kind: int) -> None:
+        writes = fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        locked.append(stat.S_ISREG(os.fstat(handle).st_mode) and (writes or kind & fcntl.LOCK_SH > 0))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with runs.claim(tmp_path):
+        runs.is_claimed(tmp_path)
+    ledger.record(tmp_path, {})
+    assert locked == [True] * 3
 
 
 def test_environment(tmp_path: Path) -> None:

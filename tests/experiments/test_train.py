@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -371,3 +372,14 @@ def test_ranks_describe_themselves(alone):
         assert isinstance(ranks, Ranks)
         assert ranks.first
         assert ranks.sum(torch.tensor([2.0])).item() == 2.0
+
+
+def test_ranks_that_read_different_configs_are_refused(monkeypatch):
+    """On several machines each torchrun command names a run folder; a wrong one would train two runs as one."""
+    others = [{"seed": 0, "optim": {"steps": 3}}, {"seed": 0, "optim": {"steps": 4}}]
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, _: found.__setitem__(slice(None), others))
+    ranks = SimpleNamespace(world_size=2)
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 read different configs: optim\.steps is 3 and 4"):
+        train.refuse_other_configs(others[0], ranks)
+    others[1] = others[0]
+    train.refuse_other_configs(others[0], ranks)

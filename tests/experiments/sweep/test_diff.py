@@ -110,6 +110,23 @@ def test_run_folders_and_files(differ: Differ, tmp_path: Path) -> None:
     assert differ(str(tmp_path / "run"), str(tmp_path / "run" / "config.yaml")) == {}
 
 
+def test_ranks_of_a_run_folder_are_what_auto_became(differ: Differ, tmp_path: Path) -> None:
+    for name, value in (("run", 2), ("other", "auto")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump({"parallel": {"ranks": value}}))
+    run, auto = str(tmp_path / "run"), tmp_path / "auto.yaml"
+    auto.write_text("parallel: {ranks: auto}\n")
+    assert differ(run, str(auto)) == differ(str(auto), run) == {}
+    assert differ(f"{run}/config.yaml", str(auto)) == {"parallel.ranks": {"a": 2, "b": "auto"}}
+    auto.write_text("parallel: {ranks: 4}\n")
+    assert differ(run, str(auto)) == {"parallel.ranks": {"a": 2, "b": 4}}
+
+
+def test_values_are_told_apart_as_the_hash_does(differ: Differ) -> None:
+    assert differ("optim.clip=1", "optim.clip=1.0") == {"optim.clip": {"a": 1, "b": 1.0}}
+    assert differ("optim.clip=nan", "optim.clip=nan") == {}
+
+
 def test_presets_of_ones_own(differ: Differ, tmp_path: Path) -> None:
     (tmp_path / "balancer").mkdir()
     (tmp_path / "balancer" / "own.yaml").write_text("name: own\nbias: {_target_: x.Y}\ngradient: null\n")
@@ -125,15 +142,19 @@ def test_presets_of_ones_own(differ: Differ, tmp_path: Path) -> None:
         ("optim.step=3", "there is no key 'step' in optim: expected one of betas"),
         ("nowhere.yaml", "there is no file nowhere.yaml"),
         ("balancer=nope", "balancer/nope"),
+        ("it's", '"it\'s": expected words as on the command line; No closing quotation'),
         ("{folder}", "is not a run folder: it has no config.yaml"),
         ("{folder}/broken.yaml", "is not YAML"),
+        ("{folder}/run", "config.yaml is not YAML"),
         ("{folder}/list.yaml", "expected a mapping of settings"),
     ],
 )
 def test_what_is_no_config_is_a_clear_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, spec: str, message: str
 ) -> None:
-    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "run").mkdir()
+    for name in ("broken.yaml", "run/config.yaml"):
+        (tmp_path / name).write_text("a: [")
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert diff.main([spec.format(folder=tmp_path), "default"]) == diff.TROUBLE
     errors = capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Jobs on Slurm: where nodes meet, who writes the run folder, and a job of two nodes on a fake Slurm."""
 
+import contextlib
 import os
 import pickle
 import re
@@ -81,6 +82,8 @@ def main(run_folder):
     # Slurm tells all processes that time is up soon
     os.kill(os.getpid(), signal.SIGUSR2)
     dist.init_process_group("gloo")
+    if os.environ.get("STAND_IN_FAILS") == str(rank):
+        raise RuntimeError("boom")
     total = torch.tensor([1.0 + rank])
     dist.all_reduce(total)
     print("rank", rank, "local", os.environ["LOCAL_RANK"], "node", os.environ["SLURM_NODEID"], "sum", total.item())
@@ -178,6 +181,7 @@ def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     started: list[Path] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs, "find_node", lambda: Node(1, 2))
+    monkeypatch.setattr(jobs, "wait_for", lambda path: None)
     monkeypatch.setattr(jobs, "take_part", lambda main, folder, ranks: started.append(folder))
     return started
 
@@ -196,21 +200,44 @@ def test_other_nodes_have_nothing_to_do_in_a_run_that_is_done(second: list[Path]
     assert second == []
 
 
+@pytest.mark.parametrize(("there", "message"), [(2, None), (4, r"parallel\.ranks is 4 there and 2 here")])
+def test_other_nodes_look_into_the_folder_when_node_0_has_written_its_config(
+    second: list[Path], monkeypatch: pytest.MonkeyPatch, there: int, message: str | None
+) -> None:
+    """What a slow disk shows of it before is not a folder of somebody else."""
+    folder = runs.run_folder(CONFIG)
+    (folder / "log").mkdir(parents=True)
+
+    def write(path: Path) -> None:
+        assert path == folder / "config.yaml"
+        path.write_text(yaml.safe_dump(CONFIG | {"parallel": {"ranks": there}}))
+
+    monkeypatch.setattr(jobs, "wait_for", write)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        jobs.run_one(CONFIG, TRAINER)
+    assert second == ([] if message else [folder])
+
+
+def test_bad_config_is_refused_before_the_others_wait(second: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: Any) -> None:
+        raise ValueError("optim.steps: bad")
+
+    monkeypatch.setattr(jobs, "wait_for", lambda path: pytest.fail("waited"))
+    with pytest.raises(ValueError, match=r"optim\.steps: bad"):
+        jobs.run_one(CONFIG, SimpleNamespace(validate=refuse, main=None))
+
+
 def test_uneven_ranks_are_refused_before_anything_is_written(second: list[Path]) -> None:
     with pytest.raises(ValueError, match="multiple of the 2 nodes"):
         jobs.run_one(CONFIG | {"parallel": {"ranks": 1}}, TRAINER)
     assert not Path("runs").exists()
 
 
-def test_ranks_wait_for_the_folder_and_their_error_can_be_pickled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_a_rank_can_be_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_ranks(main: Any, folder: Path, ranks: int) -> None:
-        assert (folder / "config.yaml").exists()
         raise RankError("ValueError: boom", 3, folder / "rank3.err")
 
     monkeypatch.setattr(ranks, "run_ranks", run_ranks)
-    monkeypatch.setattr(nodes.time, "sleep", lambda seconds: (tmp_path / "config.yaml").touch())
     with pytest.raises(PluginJobError) as error:
         ranks.take_part(print, tmp_path, 4)
     assert str(pickle.loads(pickle.dumps(error.value))) == f"rank 3: ValueError: boom (log: {tmp_path}/rank3.err)"
@@ -218,25 +245,34 @@ def test_ranks_wait_for_the_folder_and_their_error_can_be_pickled(
     assert isinstance(error.value, HydraException)
 
 
+def test_a_folder_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes.time, "sleep", lambda seconds: (tmp_path / "config.yaml").touch())
+    nodes.wait_for(tmp_path / "config.yaml", seconds=60)
+    assert (tmp_path / "config.yaml").exists()
+
+
 def test_a_folder_that_never_comes_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"node 0 has not written .*config\.yaml in 0 s"):
         nodes.wait_for(tmp_path / "config.yaml", seconds=0)
 
 
-def sweep_config(*, dry_run: bool = False, **plugins: str) -> DictConfig:
+def sweep_config(changes: dict[str, bool] | None = None, **plugins: str) -> DictConfig:
     parts = {part: plugins.get(part, "hydra._internal.core_plugins.basic_x.X") for part in ("launcher", "sweeper")}
-    config = {"runs": "runs", "name": "table", "beside": ["eqb", "lei"], "dry_run": dry_run}
-    return OmegaConf.create(config | {"hydra": {part: {"_target_": target} for part, target in parts.items()}})
+    config = {"runs": "runs", "name": "table", "beside": ["eqb", "lei"], "dry_run": False, "launch": True}
+    return OmegaConf.create(
+        config | (changes or {}) | {"hydra": {part: {"_target_": target} for part, target in parts.items()}}
+    )
 
 
 def test_what_a_plugin_cannot_do_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match=r"dry_run=true knows Hydra's own launcher"):
-        PluginNotes().on_multirun_start(sweep_config(dry_run=True, launcher=slurm))
+    for changes in ({"dry_run": True}, {"launch": False}):
+        with pytest.raises(SystemExit, match=r"dry_run=true and launch=false know Hydra's own launcher"):
+            PluginNotes().on_multirun_start(sweep_config(changes, launcher=slurm))
     with pytest.raises(SystemExit, match="there is no Slurm here"):
         PluginNotes().on_multirun_start(sweep_config(launcher=slurm))
-    PluginNotes().on_multirun_start(sweep_config(dry_run=True))
+    PluginNotes().on_multirun_start(sweep_config({"dry_run": True}))
     (tmp_path / "srun").touch(mode=0o755)
     PluginNotes().on_multirun_start(sweep_config(launcher=slurm))
 
@@ -254,16 +290,43 @@ def test_sweep_of_a_plugin_says_what_is_left_to_do(capsys: pytest.CaptureFixture
 # a job
 
 
-@pytest.mark.slow
-def test_job_of_two_nodes_on_a_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+Submit = Callable[[], tuple["subprocess.CompletedProcess[str]", str]]
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
+    """Submits a job of two nodes to the fake Slurm and waits for it; gives what the command and the nodes said."""
     pytest.importorskip("submitit")
     commands(tmp_path / "bin", SLURM, monkeypatch)
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = [sys.executable, "stand_in.py", "-m", "hydra/launcher=slurm", "hydra.launcher.nodes=2", "balancer=none"]
     command += ["hydra.launcher.partition=long", "name=table", "optim.steps=1", "parallel.ranks=2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    logs = "\n".join(path.read_text() for path in tmp_path.glob("runs/table/.submitit/*/*.out"))
+
+    def run() -> tuple["subprocess.CompletedProcess[str]", str]:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        return done, "\n".join(path.read_text() for path in tmp_path.glob("runs/table/.submitit/*/*.out"))
+
+    return run
+
+
+@pytest.mark.slow
+def test_rank_of_another_node_that_fails_on_a_fake_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submit: Submit
+) -> None:
+    monkeypatch.setenv("STAND_IN_FAILS", "1")
+    done, logs = submit()
+    assert done.returncode == 1, done.stderr + logs
+    (folder,) = tmp_path.glob("runs/table/none-*")
+    assert runs.run_state(folder) == runs.RunState.CUT
+    failed = runs.read_json(folder / "failed.json")
+    assert (failed["rank"], failed["error"], failed["log"]) == (1, "RuntimeError: boom", "log/1/rank1.err")
+    assert "rank 1: RuntimeError: boom" in done.stderr
+
+
+@pytest.mark.slow
+def test_job_of_two_nodes_on_a_fake_slurm(tmp_path: Path, submit: Submit) -> None:
+    done, logs = submit()
     assert done.returncode == 0, done.stderr + logs
     assert done.stdout == "the table: equipoise-report runs/table\n"
     (folder,) = tmp_path.glob("runs/table/none-*")
@@ -341,14 +404,22 @@ def test_example_for_kubernetes(tmp_path: Path, example: Run) -> None:
     shell, option, script = trainer["command"]
     assert (shell, option) == ("bash", "-c")
     script = script.replace("/runs", str(tmp_path))
-    overrides, started = example(script, PET_NODE_RANK="0")
+    (env,) = trainer["env"]
+    # not of the TrainJob, which may be made again under its name
+    assert env["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['batch.kubernetes.io/controller-uid']"
+    overrides, started = example(script, PET_NODE_RANK="0", JOB_UID="a")
     config = settings(*overrides.split())
     assert config["parallel"]["ranks"] == trainer["numNodes"] * trainer["numProcPerNode"]
     jobs.settle_ranks(config)
     assert started == "-m equipoise.experiments.train runs/a/eqb\n"
     # the other node finds what node 0 has written
-    assert example(script, PET_NODE_RANK="1") == ("", started)
-    assert example(script, PET_NODE_RANK="0", DONE="1")[1] == ""
+    assert example(script, PET_NODE_RANK="1", JOB_UID="a") == ("", started)
+    # that of another job waits
+    (tmp_path / "bin" / "sleep").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "bin" / "sleep").chmod(0o755)
+    with pytest.raises(subprocess.CalledProcessError, match="exit status 9"):
+        example(script, PET_NODE_RANK="1", JOB_UID="b")
+    assert example(script, PET_NODE_RANK="0", JOB_UID="a", DONE="1")[1] == ""
     (patch,) = job["spec"]["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]

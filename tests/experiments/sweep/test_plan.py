@@ -4,7 +4,6 @@ import copy
 import io
 import json
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from equipoise.experiments import launch, runs
 from equipoise.experiments.model import Model, ModelConfig
 from equipoise.experiments.sweep import estimate, jobs, plan
 from equipoise.experiments.sweep.estimate import Measurement
+from equipoise.experiments.sweep.job import Job
 from equipoise.experiments.sweep.progress import format_seconds
 from equipoise.experiments.sweep.ranks import RankError
 
@@ -111,12 +111,12 @@ def test_memory(default: dict[str, Any], changes: dict[str, Any], shards: int, c
 # what tells jobs apart
 
 
-def make_jobs(configs: list[dict[str, Any]]) -> list[jobs.Job]:
+def make_jobs(configs: list[dict[str, Any]]) -> list[Job]:
     return jobs.check(configs, TRAINER, Console(file=io.StringIO()))[0]
 
 
 @pytest.fixture
-def sweep(default: dict[str, Any], tmp_path: Path) -> list[jobs.Job]:
+def sweep(default: dict[str, Any], tmp_path: Path) -> list[Job]:
     """Two widths of experts, two seeds; one run is done, one has a checkpoint."""
     base = changed(default, runs=str(tmp_path), name="table", parallel__ranks=2, optim__steps=10, validation__every=4)
     found = make_jobs([changed(base, seed=seed, model__expert_width=width) for width in (16, 32) for seed in (0, 1)])
@@ -127,7 +127,7 @@ def sweep(default: dict[str, Any], tmp_path: Path) -> list[jobs.Job]:
     return found
 
 
-def test_settings_tell_jobs_apart(sweep: list[jobs.Job]) -> None:
+def test_settings_tell_jobs_apart(sweep: list[Job]) -> None:
     assert [job.label for job in sweep] == [
         f"eqb-s{seed} expert_width={width}" for width in (16, 32) for seed in (0, 1)
     ]
@@ -135,7 +135,14 @@ def test_settings_tell_jobs_apart(sweep: list[jobs.Job]) -> None:
     assert [[job.index for job in group.jobs] for group in plan.make_groups(sweep)] == [[1, 2], [3, 4]]
 
 
-def test_jobs_are_counted_by_state(sweep: list[jobs.Job], tmp_path: Path) -> None:
+def test_jobs_of_one_label_are_compared_once(sweep: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, varying = [], plan.varying
+    monkeypatch.setattr(plan, "varying", lambda configs: compared.append(len(configs)) or varying(configs))
+    assert plan.distinguish([job.config for job in sweep])[0] == [job.settings for job in sweep]
+    assert compared == [2, 2]
+
+
+def test_jobs_are_counted_by_state(sweep: list[Job], tmp_path: Path) -> None:
     assert plan.describe_jobs(sweep, 5) == (
         f"5 in {tmp_path}/table: 2 to run, 1 done, 1 to resume (eqb-s1 expert_width=16 from step 8), 1 refused"
     )
@@ -144,8 +151,12 @@ def test_jobs_are_counted_by_state(sweep: list[jobs.Job], tmp_path: Path) -> Non
 # the dry run
 
 
+# seconds of the fake clock
+NOW = 1_000_000.0
+
+
 def leave(seconds: list[float], validation: float) -> Any:
-    """Stands in for ranks: takes no time and leaves what a run of these steps leaves, with its times."""
+    """Stands in for ranks that start at ``NOW``: leaves what a run of these steps leaves, with its times."""
 
     def run_ranks(main: Any, folder: Path, ranks: int) -> None:
         config = runs.load_config(folder)
@@ -156,8 +167,7 @@ def leave(seconds: list[float], validation: float) -> Any:
         (folder / "metrics.jsonl").write_text("".join(rows))
         runs.write_json(folder / "environment.json", {})
         runs.write_json(folder / "summary.json", {"peak_memory_bytes": 5_000_000})
-        now = time.time()
-        times = {"log/1": now + 2, "environment.json": now + 5}
+        times = {"log/1": NOW + 2, "environment.json": NOW + 5}
         times["metrics.jsonl"] = times["environment.json"] + sum(seconds) + validation
         for name, when in times.items():
             os.utime(folder / name, (when, when))
@@ -165,7 +175,7 @@ def leave(seconds: list[float], validation: float) -> Any:
     return run_ranks
 
 
-def dry_run(found: list[jobs.Job], **options: Any) -> tuple[bool, str]:
+def dry_run(found: list[Job], **options: Any) -> tuple[bool, str]:
     out = io.StringIO()
     settings: dict[str, Any] = {"measured": True} | options
     complete = estimate.dry_run(found, len(found), TRAINER, Console(file=out, width=400), **settings)
@@ -178,16 +188,20 @@ def rows_of(text: str) -> dict[str, str]:
     return {line[:14].strip(): line[14:].strip() for line in lines}
 
 
-def test_measurement_from_what_a_run_leaves(sweep: list[jobs.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_from_what_a_run_leaves(sweep: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [4.0, 1.0, 1.0, *([0.5] * 7)]
     monkeypatch.setattr(estimate, "run_ranks", leave(seconds, validation=3.0))
+    # when it began and when it ended
+    clock = iter([NOW, NOW + 5 + sum(seconds) + 3 + 1.5])
+    monkeypatch.setattr(estimate, "time", SimpleNamespace(time=lambda: next(clock)))
     progress = jobs.Progress(Console(file=io.StringIO()), 1)
     found = estimate.measure(1, sweep[2], TRAINER, progress)
     assert found.steps == [0.5] * 7
-    assert found.boot == pytest.approx(2, abs=0.5)
+    assert found.boot == pytest.approx(2)
     # from the ranks to the first step, and what the first three took longer
-    assert found.start == pytest.approx(3 + 4.5, abs=0.5)
-    assert found.validation == pytest.approx(3, abs=0.01)
+    assert found.start == pytest.approx(3 + 4.5)
+    assert found.validation == pytest.approx(3)
+    assert found.end == pytest.approx(1.5)
     assert found.peak_bytes == 5_000_000
 
 
@@ -197,7 +211,7 @@ def test_time_of_a_run() -> None:
 
 
 def test_dry_run_prints_the_plan_and_leaves_nothing(
-    sweep: list[jobs.Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    sweep: list[Job], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(estimate, "run_ranks", leave([1.0] * 10, validation=3.0))
@@ -221,7 +235,7 @@ def test_dry_run_prints_the_plan_and_leaves_nothing(
     assert facts["time in all"] == f"{in_all}, an estimate, for 3 left"
 
 
-def test_dry_run_without_a_measurement(sweep: list[jobs.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_without_a_measurement(sweep: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     def run_ranks(main: Any, folder: Path, ranks: int) -> None:
         raise RankError("ValueError: no room", 1, folder / "log/1/rank1.err")
 

@@ -4,7 +4,9 @@ import fcntl
 import io
 import json
 import os
-import threading
+import platform
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -112,33 +114,51 @@ def test_a_held_folder_runs(table: Path) -> None:
         line = by_label(table)["eqb-s1"]
         assert (line.state, line.resume_step) == ("running", None)
         assert line.seconds_left == pytest.approx(5 * 0.5)
+        assert line.claimant == f"{platform.node()}, process {os.getpid()}"
+        assert any(f"2 s left, {platform.node()}" in text for text in shown(table, 150))
         # whoever asks does not take it
         assert runs.is_claimed(cut)
     assert by_label(table)["eqb-s1"].state == "cut"
 
 
-@pytest.mark.parametrize(
-    ("host", "recent", "locks", "expected"),
-    [
-        ("elsewhere", True, True, "running?"),
-        (None, True, True, "running?"),
-        ("elsewhere", False, True, "cut"),
-        ("here", True, True, "cut"),
-        # on a disk without locks nobody can tell
-        ("here", True, False, "running?"),
-        ("here", False, False, "cut"),
-    ],
-)
-def test_ranks_that_no_launcher_of_this_machine_has_started(
-    table: Path, monkeypatch: pytest.MonkeyPatch, host: str | None, recent: bool, locks: bool, expected: str
+@pytest.mark.parametrize("claimed", [False, None], ids=["locks", "no locks"])
+@pytest.mark.parametrize("host", ["here", None])
+def test_ranks_that_no_launcher_is_known_to_have_started(
+    table: Path, monkeypatch: pytest.MonkeyPatch, host: str | None, claimed: bool | None
 ) -> None:
+    """A launcher of this machine may have begun what torchrun goes on with."""
     monkeypatch.setattr("platform.node", lambda: "here")
-    if not locks:
-        monkeypatch.setattr(status, "is_claimed", lambda folder: None)
+    monkeypatch.setattr(status, "is_claimed", lambda folder: claimed)
     ledger.record(table, {"eqb-s1-0123abcd": entry("eqb-s1", host=host)})
-    if recent:
-        os.utime(table / "eqb-s1-0123abcd" / "metrics.jsonl")
-    assert by_label(table)["eqb-s1"].state == expected
+    run = table / "eqb-s1-0123abcd"
+    assert by_label(table)["eqb-s1"].state == "cut"
+    os.utime(run / "metrics.jsonl")
+    assert by_label(table)["eqb-s1"].state == "running?"
+    runs.write_json(run / "failed.json", {"error": "boom"})
+    assert by_label(table)["eqb-s1"].state == "failed"
+
+
+def test_a_run_whose_launcher_has_ended_is_cut_at_once(table: Path) -> None:
+    run = table / "eqb-s1-0123abcd"
+    with runs.claim(run):
+        os.utime(run / "metrics.jsonl")
+    assert by_label(table)["eqb-s1"].state == "cut"
+    # by ranks that torchrun has started since
+    later = time.time() + 1
+    os.utime(run / "metrics.jsonl", (later, later))
+    assert by_label(table)["eqb-s1"].state == "running?"
+    # of a launcher that was killed, whose ranks end a moment later
+    (run / runs.LOCK).write_text("here 1")
+    os.utime(run / "metrics.jsonl")
+    assert by_label(table)["eqb-s1"].state == "running?"
+
+
+@pytest.mark.parametrize("text", ["[1]", "{"])
+def test_a_summary_that_cannot_be_read_is_a_failure(table: Path, text: str) -> None:
+    (table / "eqb-s0-0123abcd" / "summary.json").write_text(text)
+    line = by_label(table)["eqb-s0"]
+    assert (line.state, line.command) == ("failed", COMMAND)
+    assert "summary.json" in (line.reason or "")
 
 
 def test_a_folder_that_was_only_written_is_missing(table: Path) -> None:
@@ -153,6 +173,11 @@ def test_forget_drops_what_never_started(table: Path, capsys: pytest.CaptureFixt
     with runs.claim(table / "eqb-s1-0123abcd"):
         assert status.main([str(table), "--forget"]) == status.TROUBLE
     assert "eqb-s1 runs in" in capsys.readouterr().err
+    later = time.time() + 1
+    os.utime(table / "eqb-s1-0123abcd" / "metrics.jsonl", (later, later))
+    assert status.main([str(table), "--forget"]) == status.TROUBLE
+    assert "eqb-s1 runs in" in capsys.readouterr().err
+    age(table / "eqb-s1-0123abcd")
     assert status.main([str(table), "--forget"]) == status.INCOMPLETE
     assert "forgot 1 planned runs" in capsys.readouterr().err
     assert set(by_label(table)) == {"eqb-s0", "eqb-s1", "none-s0"}
@@ -198,33 +223,40 @@ def test_ledger_that_cannot_be_read(table: Path, capsys: pytest.CaptureFixture[s
 
 def test_ledger_merges_and_keeps_the_first_time(tmp_path: Path) -> None:
     ledger.record(tmp_path, {"a": entry("a")})
-    (tmp_path / f".{ledger.NAME}.12").write_text("{")
+    # of a process that was killed as it wrote, no process having such a number
+    (tmp_path / f".{ledger.NAME}.{platform.node()}.{2**22 + 1}").write_text("{")
     ledger.record(tmp_path, {"a": entry("a", planned="later", command="new"), "b": entry("b", planned="later")})
     entries = ledger.read_ledger(tmp_path)
     assert [(name, found.command, found.planned) for name, found in entries.items()] == [
         ("a", "new", "2026-11-30T00:00:00+00:00"),
         ("b", COMMAND, "later"),
     ]
-    assert [path.name for path in tmp_path.iterdir()] == [ledger.NAME]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [runs.LOCK, ledger.NAME]
 
 
-def test_jobs_that_start_at_the_same_time_all_stay_in_the_ledger(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = ledger.write_json
-    monkeypatch.setattr(ledger, "write_json", lambda path, value: (time.sleep(0.01), write(path, value)))
-    threads = [
-        threading.Thread(target=ledger.record, args=(tmp_path, {str(number): entry("x")})) for number in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(ledger.read_ledger(tmp_path)) == 8
+# each of several processes
+RECORD = """
+import sys, time
+from pathlib import Path
+
+from equipoise.experiments import ledger
+
+write = ledger.write_json
+ledger.write_json = lambda path, value: (time.sleep(0.01), write(path, value))
+for number in range(10):
+    entry = ledger.Entry("x", 1, "x", "x", None, "x")
+    ledger.record(Path(sys.argv[1]), {f"{sys.argv[2]}-{number}": entry})
+"""
+
+
+def test_jobs_that_start_at_the_same_time_all_stay_in_the_ledger(tmp_path: Path) -> None:
+    processes = [subprocess.Popen([sys.executable, "-c", RECORD, str(tmp_path), str(number)]) for number in range(4)]
+    assert [process.wait() for process in processes] == [0] * 4
+    assert len(ledger.read_ledger(tmp_path)) == 40
 
 
 def test_a_launcher_waits_for_whoever_only_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = os.open(tmp_path, os.O_RDONLY)
+    handle = runs.open_lock(tmp_path)
     fcntl.flock(handle, fcntl.LOCK_SH)
     monkeypatch.setattr("time.sleep", lambda seconds: os.close(handle))
     with runs.claim(tmp_path):
