@@ -24,7 +24,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from ..experiments.runs import read_json, write_json
+from ..experiments.runs import LOCK, claimant, read_json, write_json
 from ..experiments.sweep.progress import MetricsTail
 from .timing import FOLDER, facts
 
@@ -37,7 +37,8 @@ MOMENTS = {
     "between": ("*/summary.json", 3.0),
 }
 GONE_SECONDS = 30.0
-TIMES = ("seconds", "tokens_per_s", "train_s")
+# what no two runs have in common, however they went
+TIMES = ("seconds", "tokens_per_s", "train_s", "peak_memory_bytes")
 OVERRIDES = (
     *("-m", "balancer=none,eqb,eqb_lei", "seed=0,1", "tracker=none", "data=text", "parallel.ranks=2"),
     *("model.width=16", "model.num_heads=2", "model.num_layers=2", "model.num_experts=8", "model.top_k=2"),
@@ -242,7 +243,8 @@ def differences(expected: Path, actual: Path) -> list[str]:
             "metrics.jsonl": _rows(one) == _rows(other),
             "load.parquet": pd.read_parquet(one / "load.parquet").equals(pd.read_parquet(other / "load.parquet")),
             "summary.json": _timeless(read_json(one / "summary.json")) == _timeless(read_json(other / "summary.json")),
-            "leftovers": not [path for path in other.rglob(".*") if path.name != ".metadata"],
+            "leftovers": not [path for path in other.rglob(".*") if path.name not in (".metadata", LOCK)],
+            "lock": claimant(other) is None,
             "failed.json": not (other / "failed.json").exists(),
         }
         found += [f"{actual.name}/{name}: {what}" for what, same in checks.items() if not same]
