@@ -11,13 +11,9 @@ import json
 import os
 import platform
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +32,6 @@ LOCK = ".lock"
 DRAFT_SECONDS = 86400.0
 # whoever asks whether a folder is claimed holds it for less than this
 CLAIM_SECONDS = 0.1
-PACKAGES = ("equipoise", "torch", "triton", "numpy", "hydra-core", "omegaconf", "pandas", "pyarrow", "wandb")
 
 _ABSENT = "absent"
 
@@ -83,15 +78,6 @@ def run_folder(config: Mapping[str, Any]) -> Path:
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed: expected a whole number from 0 on, got {seed!r}")
     return Path(str(config["runs"])).expanduser() / config["name"] / f"{run_label(config)}-{config_hash(config)}"
-
-
-def seed_of(name: str) -> int:
-    """The seed in the name of a run's folder.
-
-    >>> seed_of("eqb_lei-s12-0123abcd")
-    12
-    """
-    return int(name.rsplit("-", 2)[1].removeprefix("s"))
 
 
 def run_state(folder: Path) -> RunState:
@@ -347,51 +333,3 @@ def write_failure(folder: Path, error: str, rank: int | None = None, log: Path |
     (folder / "summary.json").unlink(missing_ok=True)
     relative = str(log.relative_to(folder)) if log else None
     write_json(folder / "failed.json", {"error": error, "rank": rank, "log": relative})
-
-
-def write_environment(folder: Path, **facts: Any) -> None:
-    """Write ``environment.json``: commit, versions, machine, command and start time, and the ``facts`` given."""
-    environment = {
-        **git_commit(Path(__file__).resolve().parents[1]),
-        "versions": _versions(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "devices": _devices(),
-        "command": sys.argv,
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-    write_json(folder / "environment.json", environment | facts)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
-def git_commit(root: Path) -> dict[str, Any]:
-    """Commit of the checkout at ``root`` and whether files differ from it; None where ``root`` is not a checkout."""
-    # an installed copy may lie inside somebody else's repository
-    if not (root / ".git").exists():
-        return {"commit": None, "dirty": None}
-    commit, changes = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain")
-    return {"commit": commit or None, "dirty": None if changes is None else bool(changes)}
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return result.stdout.strip()
-
-
-def _devices() -> list[str]:
-    # whoever only reads run folders does not wait for torch
-    import torch
-
-    if torch.cuda.is_available():
-        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return [platform.processor() or platform.machine()]

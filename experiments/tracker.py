@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .runs import METRIC_SCHEMA, git_commit, read_json, run_label, write_text
+from .environment import git_commit
+from .runs import METRIC_SCHEMA, read_json, run_label, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor

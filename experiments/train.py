@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from ..balancers import check_replicas, reset_balancers, update_balancers
 from . import build
 from .checkpoint import load_checkpoint, save_checkpoint
+from .environment import write_environment
 from .measure import Meter
 from .moe import check_routers
 from .parallel import ParallelConfig, Ranks, clip_gradients, join_ranks, synchronising, wrap
-from .runs import METRIC_SCHEMA, flatten, load_config, same, write_environment, write_json
+from .runs import METRIC_SCHEMA, flatten, load_config, same, write_json
 from .tracker import Tracker
 
 validate = build.check

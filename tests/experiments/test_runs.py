@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from equipoise.experiments import ledger, runs
+from equipoise.experiments import environment, ledger, runs
 from equipoise.experiments.runs import RunState
 
 HERE = platform.node()
@@ -231,9 +231,9 @@ def test_claim_locks_a_file_that_is_open_for_writing(tmp_path: Path, monkeypatch
 
 
 def test_environment(tmp_path: Path) -> None:
-    runs.write_environment(tmp_path, world_size=2, data={"files": 3})
-    environment = json.loads((tmp_path / "environment.json").read_text())
-    assert environment["world_size"] == 2
-    assert environment["data"] == {"files": 3}
-    assert {"python", "torch", "equipoise", "numpy", "hydra-core"} <= environment["versions"].keys()
-    assert {"commit", "dirty", "platform", "cpus", "devices", "command", "started"} <= environment.keys()
+    environment.write_environment(tmp_path, world_size=2, data={"files": 3})
+    facts = json.loads((tmp_path / "environment.json").read_text())
+    assert facts["world_size"] == 2
+    assert facts["data"] == {"files": 3}
+    assert {"python", "torch", "equipoise", "numpy", "hydra-core"} <= facts["versions"].keys()
+    assert {"commit", "dirty", "platform", "cpus", "devices", "command", "started"} <= facts.keys()
