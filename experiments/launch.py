@@ -87,7 +87,7 @@ def compose(trainer: Trainer | None = None) -> Composed:
 
     Raises:
         HydraException, OmegaConfBaseException: for an unknown key or preset, a wrong override, a missing value.
-        ValueError: ``beside`` that is no list, a dry run with a plugin.
+        ValueError: ``beside`` that is no list, ``beside`` of a single run.
     """
     composed = Composed()
     beside: set[tuple[str, ...]] = set()
@@ -102,7 +102,10 @@ def compose(trainer: Trainer | None = None) -> Composed:
             return _run_for_plugin(resolved, trainer)
         composed.sweep = settings.mode == RunMode.MULTIRUN
         composed.configs.append(resolved)
-        for preset in _beside(resolved) if composed.sweep else ():
+        presets = _beside(resolved)
+        if presets and not composed.sweep:
+            raise ValueError(f"beside={presets} adds jobs to a sweep, and this is a single run: expected -m")
+        for preset in presets:
             overrides = _without_balancer(settings.overrides.task)
             # the presets may lie in a folder that the command line names
             overrides += [text for text in settings.overrides.hydra if text.startswith("hydra.searchpath=")]

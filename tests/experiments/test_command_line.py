@@ -29,6 +29,14 @@ def test_a_single_run_is_not_trained_here_for_a_plugin(
     assert not list(place.iterdir())
 
 
+def test_presets_beside_a_single_run_are_not_forgotten_in_silence(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "balancer=lei", "beside=[eqb]", "launch=false") == 1
+    assert "beside=['eqb'] adds jobs to a sweep, and this is a single run: expected -m" in capsys.readouterr().err
+    assert not list(place.iterdir())
+
+
 def test_a_dry_run_may_stand_before_an_option(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["equipoise", "balancer=eqb,lei", "launch=false", "dry_run=true", "-m"])
     assert [config["balancer"]["name"] for config in launch.compose().configs] == ["eqb", "lei"]

@@ -177,7 +177,9 @@ def test_summary_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
 
 def test_nan_is_the_value_that_it_was(tmp_path: Path) -> None:
     runs.open_run(tmp_path, changed("balancer.bias.ema", math.nan))
+    # not refused as the run of another config
     runs.open_run(tmp_path, changed("balancer.bias.ema", math.nan))
+    assert math.isnan(runs.load_config(tmp_path)["balancer"]["bias"]["ema"])
 
 
 def test_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_ranks_as_an_axis_may_change_the_world_size(fake_runs: ModuleType, tmp_p
         environment = {"world_size": ranks}
         fake_runs.write_run(tmp_path, "eqb", 0, changes=changes, environment=environment, suffix=str(ranks))
     refuse_incomparable(load_runs(tmp_path))
+    assert [row.label for row in group_rows(load_runs(tmp_path))] == ["eqb [ranks=1]", "eqb [ranks=2]"]
 
 
 @pytest.mark.parametrize(
