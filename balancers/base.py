@@ -65,6 +65,7 @@ class Balancer(FixedDtype):
         self._counted = False
         self._awaited = 0
         self._open_task = -1
+        self._again = False
         self._warned = False
 
     def add_accumulator(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> None:
@@ -79,6 +80,7 @@ class Balancer(FixedDtype):
         self._counted = False
         self._awaited = 0
         self._open_task = -1
+        self._again = False
 
     def counts_forward(self) -> bool:
         """Whether the forward at hand counts: training, with gradients, and not the recomputation of one that counted.
@@ -90,6 +92,8 @@ class Balancer(FixedDtype):
         what is under it is not counted; a second ``backward`` through it must follow the first before that of another
         microbatch; and it counts twice after a forward of the same step in training mode without gradients.
         """
+        if self._again:
+            return self.training
         if not (self.training and torch.is_grad_enabled()):
             return False
         if not _in_backward():
@@ -153,6 +157,7 @@ class BiasBalancer(Balancer):
     ``accumulate``  after a forward that counts                 the router, ``observe``  (required)
     ``solve``       once per optimizer step, layers in lockstep ``update_balancers``     (required)
     ``reset``       after the update; when a step is aborted    ``update_balancers``     clear accumulators
+    ``reopen``      when the last ``solve`` was incomplete       ``update_balancers``     observe again
     ``diagnostics`` after the update                            the trainer              nothing
     =============== =========================================== ======================== ===================
 
@@ -160,7 +165,10 @@ class BiasBalancer(Balancer):
     forced (see ``kernels.replay``), and it is not the recomputation of one that has been counted (activation
     checkpointing, see ``counts_forward``). A compiled forward inside an eager checkpoint is not known as a
     recomputation. ``solve`` is a coroutine: it yields a local statistic and receives the sum over all token shards;
-    whoever drives it decides what that means. Where no token was counted it returns NaN and the bias stays.
+    whoever drives it decides what that means. Where no token was counted it returns NaN and the bias stays. An
+    estimator that keeps less than it may need sets ``incomplete`` in ``solve``, alike on all ranks: it is then
+    reopened, the forwards of the step come once more (``observe_again`` of ``update_balancers``), and ``solve`` runs
+    again.
 
     Args:
         num_experts: ``E``.
@@ -171,6 +179,8 @@ class BiasBalancer(Balancer):
 
     Attributes:
         bias: ``[E]`` fp32, added for selection only (``s + b``); the only saved state.
+        incomplete: whether the last ``solve`` lacked what it needed; its solution counts for nothing then.
+        may_observe_again: of the class or object; whether ``solve`` may leave it ``incomplete``.
         needs_bounded_scores: of the class; whether margins must come from scores in [0, 1].
         needs_dropless: of the class; whether the load that it balances must be what the experts serve. A quantile of
             margins balances the load that is chosen; an expert that drops what is beyond its capacity serves another
@@ -181,6 +191,7 @@ class BiasBalancer(Balancer):
     """
 
     bias: Tensor
+    may_observe_again = False
     needs_bounded_scores = False
     needs_dropless = False
 
@@ -196,6 +207,7 @@ class BiasBalancer(Balancer):
         self.ema = ema
         self.centre = centre
         self.frozen = frozen
+        self.incomplete = False
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
 
     def reserve(self, num_tokens: int) -> None:
@@ -212,6 +224,11 @@ class BiasBalancer(Balancer):
     def solve(self) -> Solve:
         """Hook: coroutine from local statistics to the next bias ``[E]``, before ``ema`` and centring."""
         raise NotImplementedError
+
+    def reopen(self) -> None:
+        """Hook: forget the step, and count the forwards that come until the next ``reset``, also without gradients."""
+        self.reset()
+        self._again = True
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Hook: numbers of the last update to log, by name, 0-dim and equal on all ranks."""

@@ -72,9 +72,14 @@ class MarginStore(FixedDtype):
         self.filled.zero_()
         self._expected = 0
 
+    def release(self) -> None:
+        """Give the memory of the buffer back."""
+        if len(self.buffer):
+            self.buffer = self.buffer.new_empty(0, self.buffer.shape[1])
 
-def radix_quantile(margins: Tensor, top_k: int, order: str = "q", num_rows: Tensor | None = None) -> Solve:
-    """Coroutine: the ``K/E`` quantile of every column over all token shards, one byte of the key per round.
+
+def radix_key(margins: Tensor, top_k: int, order: str = "q", num_rows: Tensor | None = None) -> Solve:
+    """Coroutine: the key of the ``K/E`` quantile of every column over all token shards, one byte of it per round.
 
     Args:
         margins: ``[N, E]`` bf16 or fp32 of this shard.
@@ -83,7 +88,7 @@ def radix_quantile(margins: Tensor, top_k: int, order: str = "q", num_rows: Tens
         num_rows: ``[1]`` int64, how many of the rows are in use; None for all.
 
     Returns:
-        ``[E]`` fp32; NaN where no shard has a token.
+        ``[E]`` int64, see ``from_key``; 0 where no shard has a token.
     """
     prefix = rank = bits = None
     passes = num_passes(margins.dtype)
@@ -97,7 +102,12 @@ def radix_quantile(margins: Tensor, top_k: int, order: str = "q", num_rows: Tens
             counts = yield ordered_counts(bits, prefix, byte, passes)
         prefix, rank = _narrow(counts, prefix, rank, top_k, order)
     assert prefix is not None
-    return from_key(prefix, margins.dtype)
+    return prefix
+
+
+def radix_quantile(margins: Tensor, top_k: int, order: str = "q", num_rows: Tensor | None = None) -> Solve:
+    """Coroutine: as ``radix_key``, the quantile itself, ``[E]`` fp32; NaN where no shard has a token."""
+    return from_key((yield from radix_key(margins, top_k, order, num_rows)), margins.dtype)
 
 
 def local_quantile(store: MarginStore, top_k: int) -> Tensor:

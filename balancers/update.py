@@ -19,7 +19,12 @@ OWN_OF_A_RANK = frozenset({"training", "loss_scale", "token_shards", "microbatch
 
 
 @torch.no_grad()
-def update_balancers(balancers: nn.Module | Iterable[Balancer], group: dist.ProcessGroup | None = None) -> None:
+def update_balancers(
+    balancers: nn.Module | Iterable[Balancer],
+    group: dist.ProcessGroup | None = None,
+    *,
+    observe_again: Callable[[], None] | None = None,
+) -> None:
     """One update of every bias, once per optimizer step, after ``backward`` of its last microbatch.
 
     Every rank of the group must call it with the same layers, also one that saw no token. Gradient balancers are reset.
@@ -28,17 +33,50 @@ def update_balancers(balancers: nn.Module | Iterable[Balancer], group: dist.Proc
         balancers: a model whose balancers are found in module order, or the balancers.
         group: process group of the ranks that hold different tokens (token shards); None is the default group if
             ``torch.distributed`` is initialised, else this process alone.
+        observe_again: runs the forwards of this step once more, in training mode and on the same tokens; called without
+            gradients, on every rank, when an estimator that keeps little has kept too little (``ExactQB`` with
+            ``fallback="observe"``). Nothing else counts what it routes. An FSDP2 model must be resharded afterwards:
+            its next forward would run on parameters gathered before the optimizer's step.
 
     Raises:
-        ValueError: something in ``balancers`` is none.
+        ValueError: something in ``balancers`` is none, or needs ``observe_again``.
     """
     found = _find(balancers)
     active = [balancer for balancer in found if isinstance(balancer, BiasBalancer) and not balancer.frozen]
-    rounds = lockstep([balancer.solve() for balancer in active])
-    solutions = drive(rounds, lambda statistics: sum_over_shards(statistics, group))
-    for balancer, solution in zip(active, solutions, strict=True):
-        balancer.adopt(solution)
+
+    def solve(balancers: Sequence[Sequence[BiasBalancer]]) -> list[Tensor]:
+        rounds = lockstep([replicas[0].solve() for replicas in balancers])
+        return drive(rounds, lambda statistics: sum_over_shards(statistics, group))
+
+    _adopt_solutions([[balancer] for balancer in active], solve, observe_again)
     reset_balancers(found)
+
+
+def _adopt_solutions(
+    layers: Sequence[Sequence[BiasBalancer]],
+    solve: Callable[[Sequence[Sequence[BiasBalancer]]], list[Tensor]],
+    observe_again: Callable[[], None] | None,
+) -> None:
+    """Solve all layers, those again that were incomplete, and move their biases.
+
+    ``layers[l]`` are the replicas of layer ``l`` in this process.
+    """
+    for balancer in (replicas[0] for replicas in layers):
+        if balancer.may_observe_again and observe_again is None:
+            raise ValueError(
+                f"{type(balancer).__name__} may need the forwards of a step once more: expected observe_again=, "
+                "a function that runs them, or its fallback='keep'"
+            )
+    solutions = dict(enumerate(solve(layers)))
+    lacking = [layer for layer, replicas in enumerate(layers) if replicas[0].incomplete]
+    if lacking and observe_again is not None:
+        for balancer in (balancer for layer in lacking for balancer in layers[layer]):
+            balancer.reopen()
+        observe_again()
+        solutions |= zip(lacking, solve([layers[layer] for layer in lacking]), strict=True)
+    for layer, replicas in enumerate(layers):
+        for balancer in replicas:
+            balancer.adopt(solutions[layer])
 
 
 def check_replicas(balancers: nn.Module | Iterable[Balancer], group: dist.ProcessGroup | None = None) -> None:
@@ -97,16 +135,17 @@ def reset_balancers(balancers: nn.Module | Iterable[Balancer]) -> None:
 
 
 @torch.no_grad()
-def simulate_ranks(ranks: Sequence[Sequence[BiasBalancer]]) -> None:
+def simulate_ranks(ranks: Sequence[Sequence[BiasBalancer]], *, observe_again: Callable[[], None] | None = None) -> None:
     """One update as ``update_balancers`` would make it over ``len(ranks)`` token shards, in this process.
 
     Args:
         ranks: ``ranks[r][l]`` is the balancer of layer ``l`` on virtual rank ``r``; afterwards every replica of a
             layer has the same new bias.
+        observe_again: as in ``update_balancers``, for all virtual ranks in one call.
 
     Raises:
-        ValueError: ranks with different numbers of layers, a layer that is frozen on some ranks only, or something that
-            is no bias balancer.
+        ValueError: ranks with different numbers of layers, a layer that is frozen on some ranks only, something that
+            is no bias balancer or needs ``observe_again``.
     """
     if len({len(layers) for layers in ranks}) > 1:
         raise ValueError(f"every rank must have the same layers, got {[len(layers) for layers in ranks]} balancers")
@@ -116,10 +155,11 @@ def simulate_ranks(ranks: Sequence[Sequence[BiasBalancer]]) -> None:
     if any(len({balancer.frozen for balancer in replicas}) > 1 for replicas in zip(*ranks, strict=True)):
         raise ValueError("the replicas of a layer must be frozen on all ranks or on none")
     active = [[balancer for balancer in layers if not balancer.frozen] for layers in ranks]
-    shards = lockstep([_over_ranks([layer.solve() for layer in replicas]) for replicas in zip(*active, strict=True)])
-    for replicas, solution in zip(zip(*active, strict=True), run_locally(shards), strict=True):
-        for balancer in replicas:
-            balancer.adopt(solution)
+
+    def solve(layers: Sequence[Sequence[BiasBalancer]]) -> list[Tensor]:
+        return run_locally(lockstep([_over_ranks([balancer.solve() for balancer in replicas]) for replicas in layers]))
+
+    _adopt_solutions(list(zip(*active, strict=True)), solve, observe_again)
     for layers in ranks:
         reset_balancers(layers)
 

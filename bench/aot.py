@@ -95,8 +95,13 @@ def route_call(
 ) -> None:
     """Call the launcher of the routing kernel."""
     logits = torch.zeros(TOKENS, num_experts, dtype=dtype)
-    counts = clamped = lower = upper = kept = filled = None
-    if tally == "uniform":
+    counts = clamped = lower = upper = kept = filled = first = None
+    levels = 0
+    if tally.startswith("window"):
+        counts, first = torch.zeros(num_experts, 256, dtype=torch.int32), torch.zeros(num_experts, dtype=torch.int64)
+        if tally.endswith("fixed12"):
+            lower, upper, levels = torch.tensor(-1.0), torch.tensor(1.0), 4096
+    elif tally == "uniform":
         counts = torch.zeros(1000, num_experts, dtype=torch.int32).t()
         clamped = torch.zeros(num_experts, dtype=torch.int32)
         lower, upper = torch.tensor(-1.0), torch.tensor(1.0)
@@ -106,7 +111,8 @@ def route_call(
     choices: dict[str, Any] = {"selection": "score", "gate": "sigmoid", "normalise": True, "scale": 1.0, "exact": False}
     bias, valid = torch.zeros(num_experts), torch.ones(TOKENS, dtype=torch.bool)
     choices |= options
-    route.route(logits, bias, valid, counts, clamped, lower, upper, kept, filled, top_k=top_k, **choices)
+    writes = counts, clamped, lower, upper, kept, filled, first, levels
+    route.route(logits, bias, valid, *writes, top_k=top_k, **choices)
 
 
 def backward_call(
@@ -141,6 +147,8 @@ CALLS = {
     "route E256 K6 logit": partial(route_call, 256, 6, selection="logit"),
     "route E256 K6 softmax": partial(route_call, 256, 6, gate="softmax"),
     "route E256 K6 uniform": partial(route_call, 256, 6, tally="uniform"),
+    "route E256 K6 window": partial(route_call, 256, 6, tally="window"),
+    "route E256 K6 window fixed12": partial(route_call, 256, 6, tally="window fixed12"),
     "route E256 K6 bf16 margins": partial(route_call, 256, 6, tally="bf16"),
     "route E256 K6 fp32 margins": partial(route_call, 256, 6, tally="fp32"),
     "route E8 K2": partial(route_call, 8, 2),

@@ -22,7 +22,18 @@ from torch import Tensor
 
 from ..balancers.quantile import MarginStore, radix_quantile
 from ..balancers.update import run_locally
-from ..kernels import MarginTally, RadixTally, Routing, UniformTally, radix_counts, route, select_rank, target_rank
+from ..kernels import (
+    MarginTally,
+    RadixTally,
+    Routing,
+    UniformTally,
+    WindowTally,
+    radix_counts,
+    route,
+    select_rank,
+    target_rank,
+    to_key,
+)
 from ..kernels.backend import VARIABLE
 from .timing import FOLDER, facts, quartiles
 
@@ -82,14 +93,16 @@ def check(sizes: Sizes, device: str) -> dict[str, int]:
         for kind in ("torch", "triton"):
             uniform = UniformTally.zeros(sizes.experts, 1000, bias.min() - 1, bias.max() + 1)
             radix = RadixTally(torch.zeros(sizes.experts, 256, dtype=torch.int32, device=device))
+            window = window_tally(bias)
             with backend(kind):
                 routing = route(logits, bias, sizes.top_k, tally=radix, normalise=True, **options)
                 if name != "logit":
                     route(logits, bias, sizes.top_k, tally=uniform, **options)
-            results.append((routing, uniform, radix))
-        (reference, uniform, radix), (ours, our_uniform, our_radix) = results
+                route(logits, bias, sizes.top_k, tally=window, **options)
+            results.append((routing, [uniform.counts, radix.counts, window.counts]))
+        (reference, tallies), (ours, our_tallies) = results
         rows[name] = compare(ours, reference, bias, name)
-        for counts, expected in ((our_uniform.counts, uniform.counts), (our_radix.counts, radix.counts)):
+        for counts, expected in zip(our_tallies, tallies, strict=True):
             require(torch.equal(counts.sum(-1), expected.sum(-1)), f"{name}: a tally lost tokens")
             # a margin on an edge may fall on its other side
             share = (counts - expected).abs().sum().item() / max(1, 2 * expected.sum().item())
@@ -113,6 +126,13 @@ def compare(ours: Routing, reference: Routing, bias: Tensor, name: str) -> int:
         error = (getattr(ours, label)[same] - getattr(reference, label)[same]).abs().max().item() if same.any() else 0.0
         require(error <= 1e-5, f"{name}: {label} differ by {error:.1e}")
     return int(differs.sum())
+
+
+def window_tally(bias: Tensor) -> WindowTally:
+    """An empty tally of the bf16 keys around each bias."""
+    return WindowTally(
+        torch.zeros(len(bias), 256, dtype=torch.int32, device=bias.device), to_key(bias.bfloat16()) - 127
+    )
 
 
 def check_selection(sizes: Sizes, device: str) -> None:
@@ -167,7 +187,10 @@ def check_ops(device: str) -> None:
     experts = torch.randint(0, 60, (33, 6), device=device)
     ops = torch.ops.equipoise
     with backend("triton"):
-        for tally in ((counts, None, None, None, None, None), (None, None, None, None, kept, filled)):
+        first = torch.full((60,), 32700, device=device)
+        counting = (counts, None, None, None, None, None, None, 0)
+        keeping = (None, None, None, None, kept, filled, None, 0)
+        for tally in (counting, keeping, (counts, None, None, None, None, None, first, 0)):
             torch.library.opcheck(ops.route.default, (logits, bias, valid, *tally, *options))
         gradient = (logits, experts, torch.randn(33, 6, device=device), bias, valid, "sigmoid", True, 1.0)
         torch.library.opcheck(ops.route_backward.default, gradient)
@@ -258,6 +281,7 @@ def calls(sizes: Sizes) -> dict[str, Callable[[], Any]]:
     experts_count, top_k = sizes.experts, sizes.top_k
     uniform = UniformTally.zeros(experts_count, 1000, bias.min() - 1, bias.max() + 1)
     radix = RadixTally(torch.zeros(experts_count, 256, dtype=torch.int32, device="cuda"))
+    window = window_tally(bias)
     store = MarginStore(experts_count, torch.bfloat16).cuda()
     store.reserve(sizes.tokens)
     leaf = logits.clone().requires_grad_()
@@ -286,6 +310,7 @@ def calls(sizes: Sizes) -> dict[str, Callable[[], Any]]:
         "route softmax": lambda: route(logits, bias, top_k, normalise=True, gate="softmax"),
         "route + uniform tally": lambda: route(logits, bias, top_k, normalise=True, tally=uniform),
         "route + radix tally": lambda: route(logits, bias, top_k, normalise=True, tally=radix),
+        "route + window tally": lambda: route(logits, bias, top_k, normalise=True, tally=window),
         "route + bf16 margins": keep,
         "radix byte 0": lambda: radix_counts(margins, None, 0),
         "radix byte 1": lambda: radix_counts(margins, prefix, 1),

@@ -35,6 +35,8 @@ def check(config: dict[str, Any]) -> None:
     check_whole("validation.every", config["validation"]["every"])
     check_whole("checkpoint.every", config["checkpoint"]["every"])
     check_switch("checkpoint.keep", config["checkpoint"]["keep"])
+    check_switch("capture", config["capture"])
+    check_whole("capture_every", config["capture_every"])
     _check_report(config)
     check_choice("tracker.mode", config["tracker"]["mode"], ("offline", "online", "none"))
     check_choice("tracker.metrics", config["tracker"]["metrics"], ("brief", "full"))

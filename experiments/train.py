@@ -7,6 +7,8 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ from torch import Tensor, nn
 
 from ..balancers import check_replicas, reset_balancers, update_balancers
 from . import build
+from .capture import Capture
 from .checkpoint import load_checkpoint, save_checkpoint
 from .environment import write_environment
 from .measure import Meter
 from .moe import check_routers
-from .parallel import ParallelConfig, Ranks, clip_gradients, join_ranks, synchronising, wrap
+from .parallel import ParallelConfig, Ranks, clip_gradients, join_ranks, reshard, synchronising, wrap
 from .runs import METRIC_SCHEMA, flatten, load_config, same, write_json
 from .tracker import Tracker
 
@@ -93,6 +96,7 @@ def train(folder: Path, config: dict[str, Any], parallel: ParallelConfig, ranks:
         write_environment(folder, **facts, parameters=parameters)
         print(f"{parameters['total']:,} parameters, {parameters['active']:,} active for a token")
     meter = Meter(moe_layers, ranks)
+    capture = Capture(folder, routers, ranks.rank, config["capture_every"] if config["capture"] else 0)
 
     while position["step"] < optim["steps"]:
         started = time.perf_counter()
@@ -100,17 +104,21 @@ def train(folder: Path, config: dict[str, Any], parallel: ParallelConfig, ranks:
         rate = build.learning_rate(optim, step + 1)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        for index in range(accumulation):
-            tokens = batches.microbatch(step, ranks.rank * accumulation + index).to(ranks.device)
+        first = ranks.rank * accumulation
+        microbatches = [batches.microbatch(step, first + index).to(ranks.device) for index in range(accumulation)]
+        for index, tokens in enumerate(microbatches):
             with synchronising(replica, last=index + 1 == accumulation):
                 with autocast:
                     loss = language_loss(replica(tokens[:, :-1]), tokens)
                 (loss / accumulation).backward()
             meter.add(loss)
+            capture.add(step + 1)
         check_routers(routers)
+        capture.write(step + 1)
         norm = clip_gradients(model.parameters(), optim["clip"])
         if torch.isfinite(norm):
-            update_balancers(model, ranks.token_shards)
+            observe_again = partial(run_forwards, replica, microbatches, autocast)
+            update_balancers(model, ranks.token_shards, observe_again=observe_again)
             optimizer.step()
         else:
             position["skipped"] += 1
@@ -145,6 +153,14 @@ def train(folder: Path, config: dict[str, Any], parallel: ParallelConfig, ranks:
         write_json(folder / "summary.json", summary)
         if not config["checkpoint"]["keep"]:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def run_forwards(replica: nn.Module, microbatches: Sequence[Tensor], autocast: torch.autocast) -> None:
+    """The forwards of a step, for balancers that observe it again; ``microbatches`` are tokens ``[B, S+1]``."""
+    for tokens in microbatches:
+        with autocast:
+            replica(tokens[:, :-1])
+    reshard(replica)
 
 
 def language_loss(logits: Tensor, tokens: Tensor, valid: Tensor | None = None) -> Tensor:

@@ -1,11 +1,14 @@
 """Routing, tallies and radix selection: the operations that all balancers share."""
 
+from .fixed import FixedScale
 from .gate import Gate, ShareGradient
-from .radix import from_key, radix_counts, select_rank, target_rank, to_key
+from .radix import from_key, pair_counts, radix_counts, select_rank, target_rank, to_key
 from .routing import Routing, replay, route
-from .tally import MarginTally, RadixTally, Tally, UniformTally
+from .tally import CutTally, MarginTally, RadixTally, Tally, UniformTally, WindowTally
 
 __all__ = [
+    "CutTally",
+    "FixedScale",
     "Gate",
     "MarginTally",
     "RadixTally",
@@ -13,7 +16,9 @@ __all__ = [
     "ShareGradient",
     "Tally",
     "UniformTally",
+    "WindowTally",
     "from_key",
+    "pair_counts",
     "radix_counts",
     "replay",
     "route",

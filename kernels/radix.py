@@ -213,6 +213,36 @@ def ordered_counts(bits: Tensor, prefix: Tensor | None, byte: int, passes: int) 
     return count_bins(bits.sub_(start).clamp_(-1, 256), _NUM_BINS, first=-1)[:, 1:257].int()
 
 
+def pair_counts(values: Tensor, experts: Tensor, num_experts: int, prefix: Tensor | None, byte: int) -> Tensor:
+    """``radix_counts`` of a list of values, each with its expert.
+
+    Args:
+        values: ``[N]`` bf16 or fp32, no NaN; ``N`` may be 0.
+        experts: ``[N]`` integer, the expert of each value.
+        num_experts: ``E``.
+        prefix, byte: as in ``radix_counts``.
+
+    Returns:
+        ``[E, 256]`` int32 in key order.
+
+    >>> counts = pair_counts(torch.tensor([1.0, -1.0]).bfloat16(), torch.tensor([0, 1]), 2, None, 0)
+    >>> counts.nonzero().tolist()
+    [[0, 191], [1, 64]]
+    """
+    passes = num_passes(values.dtype)
+    bins = ordered_bits(values).bitwise_right_shift_(8 * (passes - 1 - byte))
+    owners = experts.long()
+    if prefix is None:
+        bins.add_(128)
+    else:
+        start = (prefix << 8).sub_(128 << 8 * byte).int()
+        bins.sub_(start.index_select(0, owners))
+        under = (bins >= 0) & (bins < 256)
+        bins, owners = bins[under], owners[under]
+    index = owners.mul(256).add_(bins)
+    return torch.bincount(index, minlength=256 * num_experts).view(num_experts, 256).int()
+
+
 def select_rank(counts: Tensor, prefix: Tensor | None, rank: Tensor) -> tuple[Tensor, Tensor]:
     """Find the bin that holds ``rank`` and the rank that is left inside it.
 

@@ -6,6 +6,7 @@ blocks of tokens; the Triton kernel is in ``fused/route.py``.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from .backend import use_triton
 from .gate import Gate, GateWeights, ShareGradient, widen
 from .library import define_op
+from .passing import BY_THE_OP, close_tally, open_tally, refuse_other_tally, with_room
 from .radix import BLOCK_TOKENS
-from .tally import FixedRows, MarginTally, RadixTally, Tally, UniformTally
+from .tally import Tally
 
 # what the Triton kernel holds in registers
 MAX_EXPERTS = 1024
@@ -201,20 +203,25 @@ def route(
     _check(logits, bias, top_k, selection, valid, num_sequences)
     fixed = None if bias is None else bias.detach()
     compiling = torch.compiler.is_compiling()
-    if not compiling and not use_triton(logits, _unsupported(logits, top_k)):
+    by_op = compiling or use_triton(logits, _unsupported(logits, top_k))
+    refuse_other_tally(tally, logits.shape[1])
+    given = (logits.detach(), fixed, valid)
+    if by_op:
+        run: Callable[..., Any] = _route if compiling else _run
+        writes = open_tally(tally, len(logits))
+        found = run(*given, *writes, top_k, selection, gate, normalise, scale, exact)
+    else:
         # before a tally makes room
         _refuse_infinite(logits.detach(), fixed)
-    run = _route if compiling else _run
-    experts, weights, cutoff, counters = run(
-        logits.detach(), fixed, valid, *_open(tally, logits), top_k, selection, gate, normalise, scale, exact
-    )
+        found = _refer(*given, with_room(tally, len(logits)), top_k, selection, options)
+    experts, weights, cutoff, counters = found
     if torch.is_grad_enabled() and logits.requires_grad:
         weights = GateWeights.apply(logits, None, weights, experts, None, valid, options)
     load, uncounted = counters[:-1], counters[-1]
     routing = Routing(
         experts, weights, cutoff, load, valid, logits, selection, options, num_sequences, tally, uncounted=uncounted
     )
-    if tally is not None and not isinstance(tally, UniformTally | RadixTally | MarginTally):
+    if by_op and tally is not None and not isinstance(tally, BY_THE_OP):
         tally.add(routing.valid_margins)
     return routing
 
@@ -316,23 +323,20 @@ def _check(
         raise ValueError(f"num_sequences must divide the {num_tokens} tokens, got {num_sequences}")
 
 
-# counts, clamped, lower, upper, kept, filled
-Writes = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-def _open(tally: Tally | None, logits: Tensor) -> Writes:
-    """What the op writes to and reads for a tally."""
-    writes: Writes = (None, None, None, None, None, None)
-    if isinstance(tally, UniformTally):
-        writes = tally.counts, tally.clamped, tally.lower, tally.upper, None, None
-    elif isinstance(tally, RadixTally):
-        writes = tally.counts, None, None, None, None, None
-    elif isinstance(tally, MarginTally):
-        writes = None, None, None, None, *tally.rows.room(logits.shape[0])
-    num_experts = next((each.shape[axis] for each, axis in ((writes[0], 0), (writes[4], 1)) if each is not None), None)
-    if num_experts not in (None, logits.shape[1]):
-        raise ValueError(f"tally counts {num_experts} experts, the logits have {logits.shape[1]}")
-    return writes
+def _refer(
+    logits: Tensor,
+    bias: Tensor | None,
+    valid: Tensor | None,
+    tally: Tally | None,
+    top_k: int,
+    selection: str,
+    gate: Gate,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reference: experts and weights ``[T, K]``, cutoff ``[T]``, counters ``[E+1]``: the load, then uncounted."""
+    experts, cutoff = _select(logits, bias, top_k, selection, gate, tally, valid)
+    counted = experts if valid is None else experts[valid]
+    counters = torch.bincount(counted.flatten(), minlength=logits.shape[1] + 1).int()
+    return experts, gate.weights(logits, experts), cutoff, counters
 
 
 def _run(
@@ -345,6 +349,8 @@ def _run(
     upper: Tensor | None,
     kept: Tensor | None,
     filled: Tensor | None,
+    first: Tensor | None,
+    levels: int,
     top_k: int,
     selection: str,
     gate: str,
@@ -352,44 +358,30 @@ def _run(
     scale: float,
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Experts ``[T, K]``, weights ``[T, K]``, cutoff ``[T]``, counters ``[E+1]``: the load, then uncounted tokens."""
-    if use_triton(logits, _unsupported(logits, top_k)):
-        from .fused.route import route as launch
+    """The op: as the reference, by the kernel where there is one for the device."""
+    writes = counts, clamped, lower, upper, kept, filled, first, levels
+    if not use_triton(logits, _unsupported(logits, top_k)):
+        options = Gate(gate, normalise, scale)
+        return _refer(logits, bias, valid, close_tally(*writes), top_k, selection, options)
+    from .fused.route import route as launch
 
-        return launch(
-            logits,
-            bias,
-            valid,
-            counts,
-            clamped,
-            lower,
-            upper,
-            kept,
-            filled,
-            top_k=top_k,
-            selection=selection,
-            gate=gate,
-            normalise=normalise,
-            scale=scale,
-            exact=exact,
-        )
-    options = Gate(gate, normalise, scale)
-    tally: Tally | None = None
-    if clamped is not None and counts is not None and lower is not None and upper is not None:
-        tally = UniformTally(counts, clamped, lower, upper)
-    elif counts is not None:
-        tally = RadixTally(counts)
-    elif kept is not None and filled is not None:
-        tally = MarginTally(FixedRows(kept, filled))
-    experts, cutoff = _select(logits, bias, top_k, selection, options, tally, valid)
-    counted = experts if valid is None else experts[valid]
-    counters = torch.bincount(counted.flatten(), minlength=logits.shape[1] + 1).int()
-    return experts, options.weights(logits, experts), cutoff, counters
+    return launch(
+        logits,
+        bias,
+        valid,
+        *writes,
+        top_k=top_k,
+        selection=selection,
+        gate=gate,
+        normalise=normalise,
+        scale=scale,
+        exact=exact,
+    )
 
 
 def _run_checked(logits: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """In compiled code the values are there only when the op runs."""
-    top_k = args[7]
+    top_k = args[9]
     if not use_triton(logits, _unsupported(logits, top_k)):
         _refuse_infinite(logits, bias)
     return _run(logits, bias, *args)
@@ -397,7 +389,7 @@ def _run_checked(logits: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tenso
 
 def _shape(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
-    top_k = args[8]
+    top_k = args[10]
     wide = torch.promote_types(logits.dtype, torch.float32)
     return (
         logits.new_empty(num_tokens, top_k, dtype=torch.int64),
@@ -409,8 +401,8 @@ def _shape(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 _route = define_op(
     "route(Tensor logits, Tensor? bias, Tensor? valid, Tensor(a!)? counts, Tensor(b!)? clamped, Tensor? lower, "
-    "Tensor? upper, Tensor(c!)? kept, Tensor(d!)? filled, int top_k, str selection, str gate, bool normalise, "
-    "float scale, bool exact) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? upper, Tensor(c!)? kept, Tensor(d!)? filled, Tensor? first, int levels, int top_k, str selection, "
+    "str gate, bool normalise, float scale, bool exact) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_checked,
     _shape,
 )

@@ -4,14 +4,20 @@
 margin to its bin. Counts are int32 while they accumulate; whoever sums them over token shards widens them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .counting import add_uniform_counts
-from .radix import radix_counts
+from .counting import add_uniform_counts, count_bins, count_blocks, index_dtype
+from .fixed import FixedScale
+from .radix import ordered_bits, radix_counts
+
+# bins of a window, its keys and one bin on each side
+WINDOW_BINS = 256
+WINDOW_KEYS = WINDOW_BINS - 2
 
 
 class Tally(Protocol):
@@ -117,3 +123,82 @@ class MarginTally:
             raise ValueError(f"margins of {end} tokens do not fit into a buffer for {buffer.shape[0]}")
         buffer[start:end] = margins
         filled.fill_(end)
+
+
+@dataclass(frozen=True, eq=False)
+class WindowTally:
+    """Exact 16-bit keys in a window of 254 keys an expert: bin 0 is below it, bins 1 to 254 are in it, 255 is above.
+
+    Args:
+        counts: ``[E, 256]`` int32.
+        first: ``[E]`` int64, the key of bin 1: a level of ``scale``, else a key as in ``to_key`` of bf16.
+        scale: of fixed-point keys; None for bf16.
+
+    >>> tally = WindowTally(torch.zeros(1, 256, dtype=torch.int32), torch.tensor([32768]))
+    >>> tally.add(torch.tensor([[-0.1], [0.0], [0.1]]))
+    >>> tally.counts[0, [0, 1, 255]].tolist()
+    [1, 1, 1]
+    """
+
+    counts: Tensor
+    first: Tensor
+    scale: FixedScale | None = None
+
+    def add(self, margins: Tensor) -> None:
+        """Count ``margins [T, E]`` in place, rounded to the keys.
+
+        Raises:
+            ValueError: NaN, with bf16 keys.
+        """
+        scale = self.scale
+        self._count(margins, lambda block: _bf16_keys(block.bfloat16()) if scale is None else scale.to_level(block))
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Count margins that are rounded already, ``[T, E]`` bf16; of a scale, their codes."""
+        scale = self.scale
+        self._count(rows, lambda block: _bf16_keys(block) if scale is None else scale.code_level(_bf16_keys(block)))
+
+    def _count(self, values: Tensor, to_keys: Callable[[Tensor], Tensor]) -> None:
+        start = (self.first - 1).int()
+
+        def count(block: Tensor, columns: slice) -> Tensor:
+            bins = to_keys(block).sub_(start[columns]).clamp_(0, WINDOW_BINS - 1)
+            return count_bins(bins.to(index_dtype(block.shape[1], WINDOW_BINS)), WINDOW_BINS)
+
+        self.counts.add_(count_blocks(values, WINDOW_BINS, count))
+
+
+def _bf16_keys(values: Tensor) -> Tensor:
+    """``to_key`` in int32."""
+    return ordered_bits(values).add_(0x8000)
+
+
+@dataclass(frozen=True, eq=False)
+class CutTally:
+    """Keeps the pairs of a token and an expert whose margin is at most the expert's cut, and of which expert they are.
+
+    Args:
+        pairs: receives them.
+        cut: ``[E]``, of the dtype of what is kept.
+        encode: from margins fp32 to what is kept, in the same order, ``[T, E]``.
+    """
+
+    pairs: "PairRows"
+    cut: Tensor
+    encode: Callable[[Tensor], Tensor]
+
+    def add(self, margins: Tensor) -> None:
+        """Keep what is needed of ``margins [T, E]``."""
+        self.pairs.append(*self.select(self.encode(margins)))
+
+    def select(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The values ``[N]`` of rows ``[T, E]`` at most the cut, and their experts ``[N]`` int64; NaN is none."""
+        kept = rows <= self.cut
+        return rows[kept], kept.nonzero()[:, 1]
+
+
+class PairRows(Protocol):
+    """Where a routing pass leaves margins of single pairs."""
+
+    def append(self, values: Tensor, experts: Tensor) -> None:
+        """Take ``values [N]`` and their ``experts [N]`` int64."""

@@ -105,6 +105,17 @@ def synchronising(replica: nn.Module, last: bool) -> Iterator[None]:
         yield
 
 
+def reshard(replica: nn.Module) -> None:
+    """Free what FSDP2 still holds gathered after a forward without a backward.
+
+    It keeps the parameters of the root for the backward that it expects; a step of the optimizer before the next
+    forward would change the shards, and that forward would run on what was gathered before.
+    """
+    for module in replica.modules():
+        if hasattr(module, "reshard"):
+            cast("FSDPModule", module).reshard()
+
+
 def clip_gradients(parameters: Iterable[Tensor], clip: float) -> Tensor:
     """Scale the gradients so that their norm over all parameters is at most ``clip``; the norm before, 0-dim.
 

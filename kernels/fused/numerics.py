@@ -51,6 +51,15 @@ def bf16_bits(x, PTX: tl.constexpr):
         return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.int16, bitcast=True)
 
 
+@triton.jit
+def to_key(bits, WIDTH: tl.constexpr):
+    """Bits to the key of the same order; -0.0 counts as +0.0."""
+    SIGN: tl.constexpr = 1 << (WIDTH - 1)
+    ALL: tl.constexpr = (1 << WIDTH) - 1
+    bits = tl.where(bits == SIGN, 0, bits).to(tl.uint32)
+    return bits ^ tl.where(bits >= SIGN, ALL, SIGN).to(tl.uint32)
+
+
 INTERPRETED = not isinstance(sigmoid, triton.JITFunction)
 PTX = not INTERPRETED and torch.version.hip is None
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .numerics import INTERPRETED, launch
+from .numerics import INTERPRETED, launch, to_key
 
 # rows that fit the four-bit fields, and how often those fit the eight-bit ones that a program keeps (at most 17)
 ROWS_PER_WORD = 15
@@ -49,15 +49,6 @@ def _is_number(bits, WIDTH: tl.constexpr):
         return (bits & 0x7FFF) <= 0x7F80
     else:
         return (bits & 0x7FFFFFFF) <= 0x7F800000
-
-
-@triton.jit
-def _to_key(bits, WIDTH: tl.constexpr):
-    """Bits to the key of the same order; -0.0 counts as +0.0."""
-    SIGN: tl.constexpr = 1 << (WIDTH - 1)
-    ALL: tl.constexpr = (1 << WIDTH) - 1
-    bits = tl.where(bits == SIGN, 0, bits).to(tl.uint32)
-    return bits ^ tl.where(bits >= SIGN, ALL, SIGN).to(tl.uint32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -96,7 +87,7 @@ def _count_highest_kernel(
             both += one
             negative += tl.where(bits >> (WIDTH - 1) != 0, one, 0).to(tl.uint32)
             if tl.max((inside == 0).to(tl.int32)) > 0:
-                bin = (_to_key(bits, WIDTH) >> (WIDTH - 8)).to(tl.int32)
+                bin = (to_key(bits, WIDTH) >> (WIDTH - 8)).to(tl.int32)
                 address = counts_ptr + offs_e * stride_expert + bin * stride_bin
                 tl.atomic_add(address, 1, mask=(inside == 0) & _is_number(bits, WIDTH), sem="relaxed")
         positive = both - negative
@@ -134,7 +125,7 @@ def _count_lower_kernel(
     end = tl.minimum(tl.load(limit_ptr), num_rows) if limit_ptr is not None else num_rows
     mask = (rows < end) & (offs_e < E)
     bits = _load_bits(values_ptr, rows, offs_e, mask, E, WIDTH)
-    key = _to_key(bits, WIDTH)
+    key = to_key(bits, WIDTH)
     SHIFT: tl.constexpr = WIDTH - 8 * BYTE
     prefix = tl.load(prefix_ptr + offs_e, mask=offs_e < E, other=0).to(tl.uint32)
     under = ((key >> SHIFT) == prefix) & _is_number(bits, WIDTH)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .numerics import INTERPRETED, PTX, bf16_bits, is_finite, launch, sigmoid
+from .numerics import INTERPRETED, PTX, bf16_bits, is_finite, launch, sigmoid, to_key
 from .radix import count_highest
 
 # 512 scores in one warp are 16 registers a lane; the interpreter pays by the program, not by the score
@@ -47,6 +47,7 @@ def _route_kernel(
     upper_ptr,
     kept_ptr,
     filled_ptr,
+    first_ptr,
     num_tokens,
     capacity,
     scale,
@@ -57,6 +58,7 @@ def _route_kernel(
     KP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     NUM_BINS: tl.constexpr,
+    LEVELS: tl.constexpr,
     KEPT_BITS: tl.constexpr,
     SOFTMAX: tl.constexpr,
     LOGIT: tl.constexpr,
@@ -84,11 +86,13 @@ def _route_kernel(
         slope = tl.zeros([BLOCK_T, EP], tl.float32) + slope
         base = tl.zeros([BLOCK_T, EP], tl.float32) + base[None, :]
         reversed_id = (EP - 1 - offs_e).to(tl.uint32)[None, :]
-    if NUM_BINS > 0:
+    if first_ptr is not None:
+        first = tl.load(first_ptr + offs_e, mask=mask_e, other=0).to(tl.int32)
+    if lower_ptr is not None:
         lower = tl.load(lower_ptr)
         upper = tl.load(upper_ptr)
-        # as torch divides a number by a tensor
-        bins_per_unit = tl.div_rn(1.0, upper - lower) * NUM_BINS
+        # as torch divides a number by a tensor; levels are bins from the middle of the first to that of the last
+        bins_per_unit = tl.div_rn(1.0, upper - lower) * (LEVELS - 1.0 if LEVELS > 0 else NUM_BINS)
     if kept_ptr is not None:
         start = tl.load(filled_ptr)
 
@@ -173,7 +177,18 @@ def _route_kernel(
         tl.atomic_add(counters_ptr + picks, 1, mask=counted[:, None] & mask_picks, sem="relaxed")
         uncounted = mask_t & broken
 
-        if NUM_BINS > 0:
+        if first_ptr is not None:
+            margins = cutoff[:, None] - unbiased
+            if LEVELS > 0:
+                keys = tl.floor((margins - lower) * bins_per_unit + 0.5)
+                keys = tl.minimum(tl.maximum(keys, 0.0), LEVELS - 1.0).to(tl.int32)
+            else:
+                keys = to_key(bf16_bits(margins, PTX).to(tl.uint32) & 0xFFFF, 16).to(tl.int32)
+            bins = tl.maximum(keys - first[None, :] + 1, 0)
+            # most margins lie above the window: they are what is left of the tokens
+            inside = counted[:, None] & mask_e[None, :] & (bins < NUM_BINS - 1)
+            tl.atomic_add(counts_ptr + bins * E + offs_e[None, :], 1, mask=inside, sem="relaxed")
+        elif NUM_BINS > 0:
             margins = cutoff[:, None] - unbiased
             mask_counted = counted[:, None] & mask_e[None, :]
             bins = tl.minimum(tl.maximum((margins - lower) * bins_per_unit, 0.0), NUM_BINS - 1.0).to(tl.int32)
@@ -207,6 +222,8 @@ def route(
     upper: Tensor | None,
     kept: Tensor | None,
     filled: Tensor | None,
+    first: Tensor | None,
+    levels: int,
     *,
     top_k: int,
     selection: str,
@@ -224,7 +241,7 @@ def route(
     counters = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
     # lanes hold neighbouring experts: bin by bin, one memory sector serves several of them
     bins = None
-    if counts is not None and clamped is not None:
+    if counts is not None and (clamped is not None or first is not None):
         bins = torch.zeros(counts.shape[1], num_experts, dtype=torch.int32, device=device)
     elif counts is not None:
         # the radix pass reads margins; nobody else wants these
@@ -249,6 +266,7 @@ def route(
         upper,
         kept if kept is None or kept.dtype == torch.float32 else kept.view(torch.int16),
         filled,
+        None if first is None else first.contiguous(),
         num_tokens,
         0 if kept is None else kept.shape[0],
         scale,
@@ -259,6 +277,7 @@ def route(
         KP=triton.next_power_of_2(top_k + 1),
         BLOCK_T=block_tokens,
         NUM_BINS=0 if bins is None else len(bins),
+        LEVELS=levels,
         KEPT_BITS=0 if kept is None else 8 * kept.dtype.itemsize,
         SOFTMAX=gate == "softmax",
         LOGIT=selection == "logit",
@@ -268,6 +287,8 @@ def route(
         num_warps=1,
     )
     if counts is not None and bins is not None:
+        if first is not None:
+            bins[-1] = counters[:-1].sum() // top_k - bins[:-1].sum(0)
         counts += bins.t()
     elif counts is not None and kept is not None:
         count_highest(kept, counts, num_tokens)

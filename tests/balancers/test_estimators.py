@@ -499,7 +499,7 @@ def test_centring_takes_off_the_mean(build: Any, seed: int, count: int) -> None:
 
 
 BAD_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
-    (ExactQB, {"key": "fp16"}, "key must be 'bf16' or 'fp32', got 'fp16'"),
+    (ExactQB, {"key": "fp16"}, "key must be 'bf16', 'fp32' or 'fixed8' to 'fixed16', got 'fp16'"),
     (ExactQB, {"order": "q+1"}, r"order must be 'q' or 'q_plus_1', got 'q\+1'"),
     (RankAveragedQB, {"per": "batch"}, "per must be 'step' or 'microbatch', got 'batch'"),
     (SignedCount, {"rule": "signed"}, "rule must be 'sign' or 'proportional', got 'signed'"),

@@ -11,7 +11,7 @@ from ranks import oracle, topologies
 from ranks.collectives import ALL_REDUCE
 from ranks.contract import BIAS
 
-from equipoise.balancers import update_balancers
+from equipoise.balancers import BiasBalancer, update_balancers
 from equipoise.balancers.update import drive
 
 every_topology = pytest.mark.parametrize("topology", topologies.TOPOLOGIES)
@@ -20,6 +20,14 @@ every_row = pytest.mark.parametrize("row", BIAS, ids=lambda row: row.name)
 every_known_row = pytest.mark.parametrize(
     "row",
     [row for row in BIAS if type(row.build(topologies.E, topologies.K)) in oracle.ORACLES],
+    ids=lambda row: row.name,
+)
+
+
+# whose first round is as the definition has it; candidates and fixed-point keys have sums of their own
+every_known_statistic = pytest.mark.parametrize(
+    "row",
+    [row for row in every_known_row.args[1] if not any(word in row.name for word in ("cut", "window", "fixed"))],
     ids=lambda row: row.name,
 )
 
@@ -55,7 +63,7 @@ def test_s6_ranks_with_other_tokens_differ_and_replicas_agree(
 
 
 @every_topology
-@every_known_row
+@every_known_statistic
 def test_s6_sum_over_token_shards_counts_every_token_once(row: Any, topology: str, found: list[dict[str, Any]]) -> None:
     for step in range(topologies.NUM_STEPS):
         balancer, tokens = routed_by(row, found, step), batch(topology, step)
@@ -100,10 +108,10 @@ def test_s6_bias_is_that_of_one_process_with_all_tokens(row: Any, topology: str,
         assert torch.equal(found[0]["biases"][step][row.name], alone.bias)
 
 
-def rounds(row: Any) -> list[tuple[torch.dtype, int]]:
-    """Dtype and size of what a layer sums in each round."""
-    layer = row.build(topologies.E, topologies.K)
-    topologies.feed(layer, 0, 0)
+def rounds(topology: str, layer: BiasBalancer, step: int) -> list[tuple[torch.dtype, int]]:
+    """Dtype and size of what a layer sums in each round of a step, of which one process sees all tokens."""
+    for shard in range(topologies.TOPOLOGIES[topology].num_shards):
+        topologies.feed(layer, shard, step)
     found = []
 
     def note(statistic: torch.Tensor) -> torch.Tensor:
@@ -111,21 +119,25 @@ def rounds(row: Any) -> list[tuple[torch.dtype, int]]:
         return statistic
 
     with torch.no_grad():
-        drive(layer.solve(), note)
+        layer.adopt(drive(layer.solve(), note))
+    layer.reset()
     return found
 
 
 @every_topology
 def test_one_all_reduce_per_round_and_dtype_and_nothing_else(topology: str, found: list[dict[str, Any]]) -> None:
-    expected = []
-    for together in itertools.zip_longest(*(rounds(row) for row in BIAS)):
-        sizes: dict[torch.dtype, int] = {}
-        for dtype, size in filter(None, together):
-            sizes[dtype] = sizes.get(dtype, 0) + size
-        expected += [(ALL_REDUCE, str(dtype), size) for dtype, size in sizes.items()]
+    layers = [row.build(topologies.E, topologies.K) for row in BIAS]
     several = topologies.TOPOLOGIES[topology].num_shards > 1
-    for rank in found:
-        assert rank["calls"] == [expected if several else []] * topologies.NUM_STEPS
+    for step in range(topologies.NUM_STEPS):
+        expected = []
+        each = [rounds(topology, layer, step) for layer in layers]
+        for together in itertools.zip_longest(*each):
+            sizes: dict[torch.dtype, int] = {}
+            for dtype, size in filter(None, together):
+                sizes[dtype] = sizes.get(dtype, 0) + size
+            expected += [(ALL_REDUCE, str(dtype), size) for dtype, size in sizes.items()]
+        for rank in found:
+            assert rank["calls"][step] == (expected if several else [])
 
 
 @every_topology

@@ -233,3 +233,14 @@ def test_s7_ranks_with_other_layers_are_refused_on_all_ranks(how: str, eight_ran
         assert error is not None
         assert error.startswith("every rank must have the same balancers")
         assert error.endswith("[3]")
+
+
+def test_ranks_observe_again_together_and_arrive_at_the_full_selection(eight_ranks: Any) -> None:
+    found = eight_ranks("observed")
+    for step in range(3):
+        for rank in found:
+            assert all(map(torch.equal, rank["lean"][step], rank["full"][step]))
+            assert all(map(torch.equal, rank["lean"][step], found[0]["lean"][step]))
+            assert rank["fallbacks"][step] == found[0]["fallbacks"][step]
+            assert rank["forwards"][step] == (2 if any(rank["fallbacks"][step]) else 1)
+    assert any(found[0]["fallbacks"][0])

@@ -151,6 +151,39 @@ def test_e11_sharded_runs_take_the_steps_of_replicas_and_resume_to_the_same_bits
     assert timeless(folder) == whole
 
 
+def candidates_beside_full(folder, run, *options, ranks):
+    """A run of the full selection and one of candidates, by ``run``: their rows, without those that only one has."""
+    folders = [
+        write_run(folder / name, f"balancer={name}", "balancer/gradient=lei", "optim.steps=3", *options, ranks=ranks)
+        for name in ("eqb", "eqb_cut")
+    ]
+    for each in folders:
+        run(each)
+    full, lean = map(timeless, folders)
+    shares = {name: [row.pop(name) for row in lean] for name in ("fallback_share", "candidate_share")}
+    assert shares["fallback_share"][0] > 0
+    assert all(0 < share <= 1 for share in shares["candidate_share"])
+    pd.testing.assert_frame_equal(*(pd.read_parquet(each / "load.parquet") for each in folders))
+    return full, lean
+
+
+@pytest.mark.parametrize("options", [["parallel.recompute=full"], ["parallel=fsdp"]], ids=["ddp", "fsdp"])
+def test_candidates_train_to_the_bits_of_the_full_selection(tmp_path, alone, options):
+    """Forwards that are observed again leave no trace: no count, and no parameter that FSDP2 has gathered too early."""
+    full, lean = candidates_beside_full(tmp_path, lambda folder: train.main(str(folder)), *options, ranks=1)
+    assert lean == full
+
+
+@pytest.mark.slow
+def test_candidates_train_to_the_same_bits_with_experts_on_other_ranks(tmp_path):
+    def run(folder):
+        result = torchrun(folder)
+        assert result.returncode == 0, result.stderr
+
+    full, lean = candidates_beside_full(tmp_path, run, *SHARDED["ep"], ranks=2)
+    assert lean == full
+
+
 def test_experts_that_drop_report_the_share(tmp_path, alone):
     options = ["balancer=signed_count", "model.capacity_factor=1.0", "optim.steps=2"]
     folder = write_run(tmp_path / "run", *options, ranks=1)

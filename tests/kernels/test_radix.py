@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from equipoise.kernels import from_key, radix_counts, select_rank, target_rank, to_key
+from equipoise.kernels import from_key, pair_counts, radix_counts, select_rank, target_rank, to_key
 
 QUICK = settings.get_profile("kernels")
 PASSES = {torch.bfloat16: 2, torch.float32: 4}
@@ -427,3 +427,23 @@ def test_target_rank_of_int32_counts() -> None:
 def test_target_rank_of_an_unknown_order() -> None:
     with pytest.raises(ValueError, match="'q' or 'q_plus_1', got 'nearest'"):
         target_rank(torch.tensor(8), 1, 2, order="nearest")
+
+
+@every_dtype
+@pytest.mark.parametrize("num_tokens", [0, 1, 300])
+def test_counts_of_pairs_are_those_of_the_columns(dtype: torch.dtype, num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    values = torch.randn(num_tokens, 5, generator=generator).to(dtype)
+    values[::4], values[1::4] = 0.0, -0.0
+    values[2::9], values[5::9] = torch.inf, -torch.inf
+    kept = torch.rand(num_tokens, 5, generator=generator) > 0.3
+    experts = kept.nonzero()[:, 1].to(torch.int16)
+    rank = (kept.sum(0) + 1) // 2
+    prefix = None
+    for byte in range(PASSES[dtype]):
+        counts = pair_counts(values[kept], experts, 5, prefix, byte)
+        for expert in range(5):
+            column = values[kept[:, expert], expert, None]
+            own = None if prefix is None else prefix[expert, None]
+            assert torch.equal(counts[expert], radix_counts(column, own, byte)[0])
+        prefix, rank = select_rank(counts, prefix, rank)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from equipoise.kernels import RadixTally, UniformTally, radix_counts, route, to_key
+from equipoise.kernels import CutTally, FixedScale, RadixTally, UniformTally, WindowTally, radix_counts, route, to_key
 
 
 def uniform(num_experts: int, num_bins: int, lower: float = -1.0, upper: float = 1.0) -> UniformTally:
@@ -147,3 +147,88 @@ def test_counts_may_lie_bin_by_bin() -> None:
     UniformTally(counts, torch.zeros(7, dtype=torch.int32), expected.lower, expected.upper).add(margins)
     assert torch.equal(counts, expected.counts)
     assert counts.sum() == 35
+
+
+def window(first: Tensor, scale: FixedScale | None) -> WindowTally:
+    return WindowTally(torch.zeros(len(first), 256, dtype=torch.int32), first, scale)
+
+
+SCALES = {"bf16": None, **{f"fixed{bits}": (-1.0, 1.25, bits) for bits in (8, 12, 16)}}
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(0, 7), (1, 1), (33, 7), (3000, 60)])
+def test_window_counts(num_tokens: int, num_experts: int, name: str) -> None:
+    bounds = SCALES[name]
+    scale = bounds and FixedScale.of_bits(torch.tensor(bounds[0]), torch.tensor(bounds[1]), bounds[2])
+    generator = torch.Generator().manual_seed(num_tokens)
+    margins = torch.rand(num_tokens, num_experts, generator=generator) * 2.25 - 1
+    # both zeros, and the ends of the range
+    margins[::3], margins[1::5], margins[2::7], margins[3::11] = 0.0, -0.0, -1.0, 1.25
+    keys = to_key(margins.bfloat16()) if scale is None else scale.to_level(margins).long()
+    centre = to_key(torch.zeros(num_experts).bfloat16()) if scale is None else scale.to_level(torch.zeros(num_experts))
+    first = centre.long() - torch.arange(num_experts) % 300
+    tally, by_rows = window(first, scale), window(first, scale)
+    tally.add(margins)
+    by_rows.add_rows(margins.bfloat16() if scale is None else scale.to_code(margins))
+    expected = torch.zeros(num_experts, 256, dtype=torch.int64)
+    for expert in range(num_experts):
+        bins = (keys[:, expert] - first[expert] + 1).clamp(0, 255)
+        expected[expert] = torch.bincount(bins, minlength=256)
+    assert torch.equal(tally.counts.long(), expected)
+    assert torch.equal(by_rows.counts, tally.counts)
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize(("num_experts", "top_k", "num_tokens"), [(60, 4, 70), (8, 2, 1), (8, 2, 0)])
+def test_window_of_the_kernel_counts_as_the_reference(
+    num_experts: int, top_k: int, num_tokens: int, name: str, monkeypatch: pytest.MonkeyPatch, interpreter: None
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(num_tokens, num_experts, generator=generator)
+    bias = torch.randn(num_experts, generator=generator) * 0.1
+    valid = torch.rand(num_tokens, generator=generator) > 0.2
+    bounds = SCALES[name]
+    scale = bounds and FixedScale.of_bits(bias.min() - 1, bias.max() + 1, bounds[2])
+    first = (to_key(bias.bfloat16()) if scale is None else scale.to_level(bias).long()) - 127
+    found = []
+    for backend in ("torch", "triton"):
+        monkeypatch.setenv("EQUIPOISE_KERNELS", backend)
+        tally = window(first, scale)
+        route(logits, bias, top_k, tally=tally, valid=valid, exact=True)
+        # what is there already stays
+        route(logits, bias, top_k, tally=tally, exact=True)
+        found.append(tally.counts)
+    assert torch.equal(*found)
+    assert found[0].sum() == (valid.sum() + num_tokens) * num_experts
+
+
+class Pairs:
+    """What a cut lets through."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.experts: list[int] = []
+
+    def append(self, values: Tensor, experts: Tensor) -> None:
+        self.values += values.tolist()
+        self.experts += experts.tolist()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5000])
+def test_cut_takes_what_is_at_most_the_cut(num_tokens: int) -> None:
+    logits = torch.randn(num_tokens, 6, generator=torch.Generator().manual_seed(0))
+    valid = torch.arange(num_tokens) % 4 != 1
+    bias, pairs = torch.linspace(-0.1, 0.1, 6), Pairs()
+    tally = CutTally(pairs, bias + 0.01, lambda margins: margins)
+    routing = route(logits, bias, 2, tally=tally, valid=valid)
+    kept = routing.margins <= tally.cut
+    kept &= valid[:, None]
+    assert pairs.experts == kept.nonzero()[:, 1].tolist()
+    assert pairs.values == routing.margins[kept].tolist()
+
+
+def test_a_tally_for_other_experts_is_refused() -> None:
+    for tally in (window(torch.zeros(5, dtype=torch.int64), None), CutTally(Pairs(), torch.zeros(5), torch.clone)):
+        with pytest.raises(ValueError, match="tally counts 5 experts, the logits have 6"):
+            route(torch.zeros(3, 6), None, 2, tally=tally)

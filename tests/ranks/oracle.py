@@ -82,9 +82,15 @@ def interpolated(balancer: HistogramQB, batch: Batch) -> Array:
 
 
 def rounded(balancer: ExactQB, batch: Batch) -> Tensor:
-    """The margins of all tokens in the dtype of the key."""
+    """The margins of all tokens in the dtype of the key, or the nearest on a scale of so many bits."""
+    margins = pooled_margins(balancer, batch)
+    if balancer.key.startswith("fixed"):
+        levels = np.float32(min(2 ** int(balancer.key.removeprefix("fixed")), 65024) - 1)
+        lower, upper = balancer.bias.numpy().min() - np.float32(1), balancer.bias.numpy().max() + np.float32(1)
+        level = np.floor((margins - lower) * (np.float32(1) / (upper - lower) * levels) + np.float32(0.5))
+        return torch.from_numpy(lower + level.astype(float) * ((float(upper) - float(lower)) / levels))
     dtype = torch.bfloat16 if balancer.key == "bf16" else torch.float32
-    return torch.from_numpy(pooled_margins(balancer, batch)).to(dtype)
+    return torch.from_numpy(margins).to(dtype)
 
 
 def high_bytes(balancer: ExactQB, batch: Batch) -> Array:
@@ -97,7 +103,7 @@ def high_bytes(balancer: ExactQB, batch: Batch) -> Array:
 
 
 def order_statistic(balancer: ExactQB, batch: Batch) -> Array:
-    return smallest(rounded(balancer, batch).float().numpy(), balancer, balancer.order == "q_plus_1")
+    return smallest(rounded(balancer, batch).double().numpy(), balancer, balancer.order == "q_plus_1")
 
 
 def smallest(margins: Array, balancer: Any, after: bool = False) -> Array:

@@ -74,6 +74,31 @@ def run(rank: int) -> dict[int, dict[str, Any]]:
     return found
 
 
+def run_observed(rank: int) -> dict[str, Any]:
+    """Three steps of candidates that are observed again, beside the full selection: biases, fallbacks, forwards."""
+    lean = {
+        "cut": ExactQB(E, K, candidates="cut", fallback="observe"),
+        "window": ExactQB(E, K, key="fixed12", candidates="window", fallback="observe"),
+    }
+    full = {"cut": ExactQB(E, K), "window": ExactQB(E, K, key="fixed12")}
+    found: dict[str, Any] = {"lean": [], "full": [], "fallbacks": [], "forwards": []}
+    for step in range(3):
+        forwards = 0
+
+        def forward(step: int = step) -> None:
+            nonlocal forwards
+            forwards += 1
+            feed([*lean.values(), *full.values()], rank, step)
+
+        forward()
+        update_balancers([*lean.values(), *full.values()], observe_again=forward)
+        for name, layers in (("lean", lean), ("full", full)):
+            found[name].append([layer.bias.clone() for layer in layers.values()])
+        found["fallbacks"].append([layer.diagnostics()["fallback_share"].item() for layer in lean.values()])
+        found["forwards"].append(forwards)
+    return found
+
+
 def run_global_loss(rank: int) -> dict[str, Any]:
     """One microbatch of the global loss over all ranks; the last rank has padding only."""
     balancer = GShard(E, K, scope="global")

@@ -28,6 +28,7 @@ CHECKS: dict[str, Callable[[int], Any]] = {
     "dispatch": expert_parallel.run_dispatch,
     **{f"layout-{name}": partial(expert_parallel.run, layout) for name, layout in expert_parallel.LAYOUTS.items()},
     "updates": updates.run,
+    "observed": updates.run_observed,
     "global_loss": updates.run_global_loss,
     "stages": updates.run_stages,
     "replicas": updates.run_replicas,
