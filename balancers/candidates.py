@@ -11,8 +11,8 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from ..kernels import CutTally, WindowTally, pair_counts, select_rank, target_rank, to_key
-from ..kernels.radix import num_passes
+from ..kernels import CutTally, Tally, WindowTally, pair_counts, select_rank, target_rank
+from ..kernels.radix import num_passes, to_key_unchecked
 from ..kernels.tally import WINDOW_BINS, WINDOW_KEYS
 from .base import FixedDtype
 from .rounding import Rounding
@@ -88,8 +88,12 @@ class Cut(Candidates):
         """Keeps the pairs under the cut, which follows from the bias and what was learnt, alike on all ranks."""
         return CutTally(self, rounding.encode(bias + REACH * self.square.sqrt()), rounding.encode)
 
+    def is_filled_by(self, tally: Tally | None) -> bool:
+        """Whether the pass with this tally has left its pairs here."""
+        return isinstance(tally, CutTally) and tally.pairs is self
+
     def select(self, rows: Tensor, bias: Tensor, rounding: Rounding) -> None:
-        """Take the pairs of margins ``[T, E]`` that are rounded and kept elsewhere; no copy of them stays here."""
+        """Take the pairs of margins ``[T, E]`` that are rounded and kept elsewhere; rows of NaN have none."""
         self._selected = self.tally(bias, rounding).select(rows)
 
     def append(self, values: Tensor, experts: Tensor) -> None:
@@ -156,14 +160,19 @@ class Window(Candidates):
     def tally(self, bias: Tensor, rounding: Rounding) -> WindowTally:
         """Counts under the bias that routes now."""
         scale = rounding.scale
-        centre = to_key(bias.bfloat16()) if scale is None else scale.to_level(bias).long()
+        centre = to_key_unchecked(bias.bfloat16()) if scale is None else scale.to_level(bias).long()
         self.first.copy_(centre - WINDOW_KEYS // 2)
         return WindowTally(self.counts, self.first, scale)
 
+    def is_filled_by(self, tally: Tally | None) -> bool:
+        """Whether the pass with this tally has counted here."""
+        return isinstance(tally, WindowTally) and tally.counts is self.counts
+
     def select(self, rows: Tensor, bias: Tensor, rounding: Rounding) -> None:
-        """Count margins ``[T, E]`` that are rounded and kept elsewhere: all of the step."""
+        """Count margins ``[T, E]`` that are rounded and kept elsewhere: all of the step, but for rows of NaN."""
         self.counts.zero_()
-        self.tally(bias, rounding).add_rows(rows)
+        broken = rows[:, 0].isnan()
+        self.tally(bias, rounding).add_rows(rows[~broken] if broken.any() else rows)
 
     def solve(self, num_tokens: Tensor, top_k: int, order: str, rounding: Rounding) -> Found:
         """Coroutine: the key of the ``K/E`` quantile of every expert."""

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import CutTally, MarginTally, Routing, Tally, WindowTally
+from ..kernels import CodedTally, MarginTally, Routing, Tally
 from .base import BiasBalancer, Solve
-from .candidates import FORMS, Cut
+from .candidates import FORMS
 from .quantile import MarginStore, radix_key
 from .rounding import FLOATS, Rounding, fixed_bits
 
@@ -40,7 +40,7 @@ class ExactQB(BiasBalancer):
     Raises:
         ValueError: unknown ``key``, ``order``, ``candidates`` or ``fallback``; a window of fp32 keys; routing with
             ``selection="logit"`` and fixed-point keys (margins without bounds); ``observe_again`` that brings other
-            tokens; compiled code with ``candidates="cut"`` and ``fallback="observe"``.
+            tokens (on the rank where they differ); fixed-point keys or ``fallback="observe"`` in compiled code.
     """
 
     needs_dropless = True
@@ -58,7 +58,7 @@ class ExactQB(BiasBalancer):
         **shared: Any,
     ) -> None:
         super().__init__(num_experts, top_k, **shared)
-        bits = fixed_bits(key)
+        self.bits = fixed_bits(key)
         if order not in ("q", "q_plus_1"):
             raise ValueError(f"order must be 'q' or 'q_plus_1', got {order!r}")
         if candidates not in (None, *FORMS):
@@ -70,11 +70,12 @@ class ExactQB(BiasBalancer):
         self.key = key
         self.order = order
         self.fallback = fallback
-        self.needs_bounded_scores = bits is not None
+        self.needs_bounded_scores = self.bits is not None
         self.may_observe_again = candidates is not None and fallback == "observe"
         dtype = FLOATS.get(key, torch.bfloat16)
         self.store = MarginStore(num_experts, dtype)
-        self.candidates = None if candidates is None else FORMS[candidates](num_experts, dtype)
+        self.candidates = candidates
+        self.shortlist = None if candidates is None else FORMS[candidates](num_experts, dtype)
         # of this rank, since the last update
         self.add_accumulator("tokens", 1, dtype=torch.int64)
         self._tokens_before: Tensor | None = None
@@ -82,7 +83,8 @@ class ExactQB(BiasBalancer):
     @property
     def rounding(self) -> Rounding:
         """Of the margins under the bias that routes now."""
-        return Rounding.of(self.key, self.bias)
+        dtype = self.store.buffer.dtype
+        return Rounding(dtype) if self.bits is None else Rounding.fixed(self.bits, self.bias)
 
     @property
     def _is_lean(self) -> bool:
@@ -94,32 +96,27 @@ class ExactQB(BiasBalancer):
         if not self.may_observe_again:
             self.store.reserve(num_tokens)
 
-    def open_tally(self) -> Tally | None:
+    def open_tally(self) -> Tally:
         """The margins, rounded to the key, or the candidates where these are all that is kept."""
-        if self._is_lean:
-            return self._candidate_tally()
-        # of fixed-point margins the routing pass knows nothing
-        return MarginTally(self.store) if self.rounding.scale is None else None
-
-    def _candidate_tally(self) -> CutTally | WindowTally:
-        assert self.candidates is not None
-        if torch.compiler.is_compiling() and isinstance(self.candidates, Cut):
+        if torch.compiler.is_compiling() and (self.may_observe_again or self.bits is not None):
             raise ValueError(
-                "compiled code cannot collect the pairs under a cut: expected candidates='window' or fallback='keep'"
+                "compiled code neither observes a step again nor keeps fixed-point margins: expected fallback='keep' "
+                f"and key='bf16' or 'fp32', got fallback={self.fallback!r} and key={self.key!r}"
             )
-        return self.candidates.tally(self.bias, self.rounding)
+        if self._is_lean and self.shortlist is not None:
+            return self.shortlist.tally(self.bias, self.rounding)
+        return MarginTally(self.store) if self.bits is None else CodedTally(self.store, self.rounding.encode)
 
     def accumulate(self, routing: Routing) -> None:
         """Keep the margins or the candidates, unless the routing pass has done so."""
-        if self.candidates is not None:
+        if self.shortlist is not None:
             self.tokens += routing.load.sum() // self.top_k
-        if self._is_lean:
-            if not isinstance(routing.tally, CutTally | WindowTally):
-                self._candidate_tally().add(routing.valid_margins)
-        elif self.rounding.scale is None:
-            self.store.take(routing)
+        if self._is_lean and self.shortlist is not None:
+            filled = self.shortlist.is_filled_by(routing.tally)
         else:
-            MarginTally(self.store).add(self.rounding.encode(routing.valid_margins))
+            filled = isinstance(routing.tally, MarginTally | CodedTally) and routing.tally.rows is self.store
+        if not filled:
+            self.open_tally().add(routing.valid_margins)
 
     def solve(self) -> Solve:
         """The candidates' rounds; where there are none, or not enough, one round per byte of the key."""
@@ -127,23 +124,19 @@ class ExactQB(BiasBalancer):
         key = None
         if self._tokens_before is not None and not torch.equal(self.tokens, self._tokens_before):
             before, now = int(self._tokens_before), int(self.tokens)
-            raise ValueError(
-                f"observe_again must route the tokens of the step, expected {before} on this rank, got {now}"
-            )
-        if self.candidates is not None and not self._again and not torch.compiler.is_compiling():
+            raise ValueError(f"observe_again must route the step's tokens, expected {before} on this rank, got {now}")
+        if self.shortlist is not None and not self._again and not torch.compiler.is_compiling():
             if self.fallback == "keep":
-                margins = self.store.margins
-                # rows of NaN are tokens that do not count
-                self.candidates.select(margins[~margins[:, 0].isnan()], self.bias, self.rounding)
-            key = yield from self.candidates.solve(self.tokens, self.top_k, self.order, self.rounding)
+                self.shortlist.select(self.store.margins, self.bias, self.rounding)
+            key = yield from self.shortlist.solve(self.tokens, self.top_k, self.order, self.rounding)
             if key is None and self.fallback == "observe":
                 self.incomplete = True
                 return torch.full_like(self.bias, torch.nan)
         if key is None:
             key = yield from radix_key(self.store.buffer, self.top_k, self.order, self.store.filled)
         quantile = self.rounding.decode(key)
-        if self.candidates is not None:
-            self.candidates.learn(quantile - self.bias)
+        if self.shortlist is not None:
+            self.shortlist.learn(quantile - self.bias)
         return quantile
 
     def reopen(self) -> None:
@@ -157,20 +150,20 @@ class ExactQB(BiasBalancer):
         super().reset()
         self._tokens_before = None
         self.store.reset()
-        if self.candidates is not None:
-            self.candidates.reset()
+        if self.shortlist is not None:
+            self.shortlist.reset()
         if self.may_observe_again:
             self.store.release()
 
     def reset_parameters(self) -> None:
         """Zero bias, empty accumulators, nothing learnt."""
         super().reset_parameters()
-        if self.candidates is not None:
-            self.candidates.reset_parameters()
+        if self.shortlist is not None:
+            self.shortlist.reset_parameters()
 
     def diagnostics(self) -> dict[str, Tensor]:
         """With candidates, of the last update: ``fallback_share`` of the experts whose quantile was not among them, and
         ``candidate_share`` of the pairs that were."""
-        if self.candidates is None:
+        if self.shortlist is None:
             return {}
-        return {name: getattr(self.candidates, name) for name in ("fallback_share", "candidate_share")}
+        return {name: getattr(self.shortlist, name) for name in ("fallback_share", "candidate_share")}

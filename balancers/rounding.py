@@ -39,11 +39,8 @@ class Rounding:
     scale: FixedScale | None = None
 
     @classmethod
-    def of(cls, key: str, bias: Tensor) -> "Rounding":
-        """The rounding of ``key`` under a bias ``[E]``: fixed point has the bounds that a histogram has."""
-        bits = fixed_bits(key)
-        if bits is None:
-            return cls(FLOATS[key])
+    def fixed(cls, bits: int, bias: Tensor) -> "Rounding":
+        """To ``bits`` bits of the range that the margins have under a bias ``[E]``, as a histogram's."""
         lowest, highest = bias.aminmax()
         return cls(torch.bfloat16, FixedScale.of_bits(lowest - 1, highest + 1, bits))
 

@@ -84,10 +84,14 @@ class Step:
         loss = language_loss(self.model(tokens[:, :-1]), tokens)
         (loss / len(self.microbatches)).backward()
 
+    def _observe_again(self) -> None:
+        for tokens in self.microbatches:
+            self.model(tokens[:, :-1])
+
     def _finish(self) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         assert torch.isfinite(norm)
-        update_balancers(self.model)
+        update_balancers(self.model, observe_again=self._observe_again)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -36,6 +36,8 @@ def check(config: dict[str, Any]) -> None:
     check_whole("checkpoint.every", config["checkpoint"]["every"])
     check_switch("checkpoint.keep", config["checkpoint"]["keep"])
     check_switch("capture", config["capture"])
+    if config["capture"] and config["model"]["num_dense_layers"] == config["model"]["num_layers"]:
+        raise ValueError("capture=true keeps router logits, and this model has no mixture-of-experts layer")
     check_whole("capture_every", config["capture_every"])
     _check_report(config)
     check_choice("tracker.mode", config["tracker"]["mode"], ("offline", "online", "none"))
@@ -90,10 +92,10 @@ def _check_shards(model: dict[str, Any], parallel: ParallelConfig) -> None:
 
 
 def _maker(balancer: dict[str, Any], slot: str) -> Callable[[int, int], Any] | None:
-    return partial(_construct, f"balancer.{slot}", balancer[slot]) if balancer.get(slot) else None
+    return partial(construct, f"balancer.{slot}", balancer[slot]) if balancer.get(slot) else None
 
 
-def _construct(where: str, section: Any, *sizes: Any) -> Any:
+def construct(where: str, section: Any, *sizes: Any) -> Any:
     """Call the ``_target_`` of a section with its options; a wrong one is an error of the config that says where."""
     if not isinstance(section, dict) or not isinstance(section.get("_target_"), str):
         raise ValueError(f"{where} must be a section with a _target_ (what to call), got {section!r}")
@@ -112,7 +114,7 @@ def make_data(config: dict[str, Any]) -> tuple[Corpus, Batches, Tensor]:
         ValueError: data missing, unreadable, or shorter than one optimizer step.
     """
     data = config["data"]
-    corpus = _construct("data.source", data["source"])
+    corpus = construct("data.source", data["source"])
     length = data["sequence_length"]
     batches = Batches(
         corpus.train,

@@ -55,7 +55,7 @@ def main(trainer: Trainer | None = None) -> int:
     """
     if len(sys.argv) > 1 and sys.argv[1] in SUBCOMMANDS:
         return importlib.import_module(f".sweep.{sys.argv[1]}", __package__).main(sys.argv[2:])
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         composed = compose(trainer)
         return _run(composed, trainer) if composed.configs else 0
@@ -69,7 +69,8 @@ def main(trainer: Trainer | None = None) -> int:
         return 1
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Handler of a signal: as Ctrl-C."""
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
@@ -93,7 +94,7 @@ def compose(trainer: Trainer | None = None) -> Composed:
     beside: set[tuple[str, ...]] = set()
 
     def task(config: DictConfig) -> float | None:
-        resolved = _resolve(config)
+        resolved = resolve(config)
         settings = HydraConfig.get()
         if has_plugin(settings):
             # Hydra calls a launcher for a sweep only; without one the job would be trained here
@@ -112,10 +113,10 @@ def compose(trainer: Trainer | None = None) -> Composed:
             # to compose a config takes a tenth of a second
             if (preset, *overrides) not in beside:
                 beside.add((preset, *overrides))
-                composed.configs.append(_resolve(hydra.compose("config", [*overrides, f"balancer={preset}"])))
+                composed.configs.append(resolve(hydra.compose("config", [*overrides, f"balancer={preset}"])))
         return None
 
-    with _raising_hydra(), _without_record_of_dry_runs():
+    with raising_hydra(), _without_record_of_dry_runs():
         hydra.main(version_base="1.3", config_path="pkg://equipoise.configs", config_name="config")(task)()
     # a preset may be both swept and beside
     unique = {json.dumps(config, sort_keys=True): config for config in composed.configs}
@@ -137,7 +138,12 @@ def _without_record_of_dry_runs() -> Iterator[None]:
             sys.argv = before
 
 
-def _resolve(config: DictConfig) -> dict[str, Any]:
+def resolve(config: DictConfig) -> dict[str, Any]:
+    """A composed config without interpolations.
+
+    Raises:
+        OmegaConfBaseException: for a missing value.
+    """
     return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
@@ -153,7 +159,7 @@ def _without_balancer(overrides: Iterable[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _raising_hydra() -> Iterator[None]:
+def raising_hydra() -> Iterator[None]:
     """Make Hydra raise its errors: by itself it prints them, without the keys that would be valid, and exits."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"

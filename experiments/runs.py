@@ -122,8 +122,10 @@ def refuse_other_run(folder: Path, config: Mapping[str, Any]) -> None:
     """Check that ``folder`` is empty, missing, or a run of just this ``config``.
 
     Raises:
-        ValueError: naming the first key that differs, with both values.
+        ValueError: naming the first key that differs, with both values; for a folder inside that of another run.
     """
+    if (folder.parent / "config.yaml").exists():
+        raise ValueError(f"{folder.parent} holds a result of its own: expected another name= for this experiment")
     if not (folder / "config.yaml").exists():
         if folder.exists() and set(folder.iterdir()) - {folder / LOCK, *_drafts(folder)}:
             raise ValueError(f"{folder} holds files but no config.yaml: not a run, so nothing is written there")

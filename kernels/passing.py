@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from .fixed import FixedScale
-from .tally import CutTally, FixedRows, MarginTally, RadixTally, Tally, UniformTally, WindowTally
+from .tally import CodedTally, CutTally, FixedRows, MarginTally, RadixTally, Tally, UniformTally, WindowTally
 
 # what the op writes to and reads for a tally: counts, clamped, lower, upper, kept, filled, first, levels
 Writes = tuple[
@@ -22,7 +22,7 @@ def refuse_other_tally(tally: Tally | None, given: int) -> None:
     num_experts = None
     if isinstance(tally, UniformTally | RadixTally | WindowTally):
         num_experts = tally.counts.shape[0]
-    elif isinstance(tally, MarginTally):
+    elif isinstance(tally, MarginTally | CodedTally):
         num_experts = tally.rows.room(0)[0].shape[1]
     elif isinstance(tally, CutTally):
         num_experts = tally.cut.shape[0]
@@ -32,7 +32,10 @@ def refuse_other_tally(tally: Tally | None, given: int) -> None:
 
 def with_room(tally: Tally | None, num_tokens: int) -> Tally | None:
     """The same tally, with room for all tokens at once where it needs any."""
-    return MarginTally(FixedRows(*tally.rows.room(num_tokens))) if isinstance(tally, MarginTally) else tally
+    if isinstance(tally, MarginTally | CodedTally):
+        rows = FixedRows(*tally.rows.room(num_tokens))
+        return MarginTally(rows) if isinstance(tally, MarginTally) else CodedTally(rows, tally.encode)
+    return tally
 
 
 def open_tally(tally: Tally | None, num_tokens: int) -> Writes:

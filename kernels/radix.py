@@ -51,8 +51,14 @@ def to_key(values: Tensor) -> Tensor:
     >>> to_key(torch.tensor([-1.0, -0.0, 0.0, 1.0], dtype=torch.bfloat16)).tolist()
     [16511, 32768, 32768, 49024]
     """
-    width = 8 * num_passes(values.dtype)
+    num_passes(values.dtype)
     _refuse_nan(values)
+    return to_key_unchecked(values)
+
+
+def to_key_unchecked(values: Tensor) -> Tensor:
+    """``to_key`` of what is known to hold no NaN."""
+    width = 8 * num_passes(values.dtype)
     bits = (values + 0.0).view(_BITS_DTYPE[values.dtype]).long()
     return torch.where(bits < 0, ~bits, bits | (1 << (width - 1))) & ((1 << width) - 1)
 

@@ -18,7 +18,7 @@ from .gate import Gate, GateWeights, ShareGradient, widen
 from .library import define_op
 from .passing import BY_THE_OP, close_tally, open_tally, refuse_other_tally, with_room
 from .radix import BLOCK_TOKENS
-from .tally import Tally
+from .tally import FixedRows, MarginTally, Tally
 
 # what the Triton kernel holds in registers
 MAX_EXPERTS = 1024
@@ -208,8 +208,13 @@ def route(
     given = (logits.detach(), fixed, valid)
     if by_op:
         run: Callable[..., Any] = _route if compiling else _run
-        writes = open_tally(tally, len(logits))
+        # what a tally that the op does not know counts must be the margins that the pass has, not others like them
+        kept = None if tally is None or isinstance(tally, BY_THE_OP) else FixedRows.empty(logits)
+        writes = open_tally(tally if kept is None else MarginTally(kept), len(logits))
         found = run(*given, *writes, top_k, selection, gate, normalise, scale, exact)
+        if tally is not None and kept is not None:
+            # rows of NaN are tokens that do not count
+            tally.add(kept.buffer[~kept.buffer[:, 0].isnan()])
     else:
         # before a tally makes room
         _refuse_infinite(logits.detach(), fixed)
@@ -218,12 +223,9 @@ def route(
     if torch.is_grad_enabled() and logits.requires_grad:
         weights = GateWeights.apply(logits, None, weights, experts, None, valid, options)
     load, uncounted = counters[:-1], counters[-1]
-    routing = Routing(
+    return Routing(
         experts, weights, cutoff, load, valid, logits, selection, options, num_sequences, tally, uncounted=uncounted
     )
-    if by_op and tally is not None and not isinstance(tally, BY_THE_OP):
-        tally.add(routing.valid_margins)
-    return routing
 
 
 def replay(

@@ -95,6 +95,12 @@ class FixedRows:
     buffer: Tensor
     filled: Tensor
 
+    @classmethod
+    def empty(cls, logits: Tensor) -> "FixedRows":
+        """Room for the margins of all tokens of ``logits [T, E]``, fp32 or, of fp64 logits, fp64."""
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return cls(logits.new_empty(logits.shape, dtype=wide), logits.new_zeros(1, dtype=torch.int64))
+
     def room(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Both; whether there is room shows when the rows are written."""
         return self.buffer, self.filled
@@ -123,6 +129,27 @@ class MarginTally:
             raise ValueError(f"margins of {end} tokens do not fit into a buffer for {buffer.shape[0]}")
         buffer[start:end] = margins
         filled.fill_(end)
+
+
+@dataclass(frozen=True, eq=False)
+class CodedTally:
+    """Keeps the margins in another form than their own.
+
+    Args:
+        rows: receives them.
+        encode: from margins to what is kept, ``[T, E]``.
+    """
+
+    rows: MarginRows
+    encode: Callable[[Tensor], Tensor]
+
+    def add(self, margins: Tensor) -> None:
+        """Keep ``margins [T, E]``.
+
+        Raises:
+            ValueError: no room.
+        """
+        MarginTally(self.rows).add(self.encode(margins))
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,8 +220,8 @@ class CutTally:
 
     def select(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The values ``[N]`` of rows ``[T, E]`` at most the cut, and their experts ``[N]`` int64; NaN is none."""
-        kept = rows <= self.cut
-        return rows[kept], kept.nonzero()[:, 1]
+        place = (rows <= self.cut).flatten().nonzero().squeeze(1)
+        return rows.flatten().index_select(0, place), place.remainder(rows.shape[1])
 
 
 class PairRows(Protocol):

@@ -29,6 +29,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from equipoise.experiments import launch, train
+from equipoise.experiments.replay import command as replay_command
+from equipoise.experiments.replay.plan import check
 from equipoise.experiments.report.command import main as report
 from equipoise.experiments.sweep.jobs import prepare
 from equipoise.experiments.tracker import wandb_scalars
@@ -43,6 +45,7 @@ SMALL = (
     *("optim.steps=2", "optim.warmup=1", "validation.every=1", "data.validation_sequences=2", "model.num_layers=1"),
     "parallel.ranks=1",
 )
+SMALL_REPLAY = ("steps=2", "tokens=256", "num_experts=8", "top_k=2", "ranks=[1,2]", "seeds=[0]", "processes=1")
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,8 @@ class Workshop:
 
     def _try(self, block: Block, command: str, expected: int) -> Result:
         words = shlex.split(command)
+        if words[0] == "equipoise-replay":
+            return self._here(command, expected, partial(replay, words[1:], run=block.rule != "compose"))
         if words[0] == "equipoise-report":
             return self._here(command, expected, partial(report, words[1:]))
         # what comes after the command and the variables before it
@@ -192,6 +197,19 @@ def call(arguments: list[str]) -> int:
         patch.setattr(sys, "argv", ["equipoise", *arguments])
         try:
             return launch.main()
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def replay(arguments: list[str], *, run: bool) -> int:
+    """The command ``equipoise-replay`` in this process, on small batches; not ``run``, it is composed and checked."""
+    keys = {word.partition("=")[0] for word in arguments}
+    small = [word for word in SMALL_REPLAY if word.partition("=")[0] not in keys]
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["equipoise-replay", *arguments, *small])
+        try:
+            return replay_command.main() if run else int(not check(replay_command.compose()))
         finally:
             signal.signal(signal.SIGTERM, handler)
 

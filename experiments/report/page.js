@@ -1,5 +1,4 @@
-"use strict";
-// sorts the table and draws the plots of the report from the JSON in the page
+// draws the plots of the report from the JSON in the page
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
@@ -13,32 +12,6 @@ let printWidth = null;
 // plotly reads names as markup
 const escaped = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const precise = (value) => (value === null ? "-" : Number(value.toPrecision(4)).toString());
-
-// ---- table
-
-function sortable(table) {
-  const rows = [...table.tBodies[0].rows];
-  for (const [column, heading] of [...table.tHead.rows[0].cells].entries()) {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.append(...heading.childNodes);
-    heading.append(button);
-    heading.setAttribute("aria-sort", "none");
-    button.addEventListener("click", () => sortBy(table, rows, column));
-  }
-}
-
-function sortBy(table, rows, column) {
-  const headings = [...table.tHead.rows[0].cells];
-  const sign = headings[column].getAttribute("aria-sort") === "ascending" ? -1 : 1;
-  headings.forEach((heading) => heading.setAttribute("aria-sort", "none"));
-  headings[column].setAttribute("aria-sort", sign === 1 ? "ascending" : "descending");
-  // the first column has no numbers: it brings back the order of the report
-  const number = (row, place) => (column === 0 ? place : parseFloat(row.cells[column].dataset.sort));
-  const keyed = rows.map((row, place) => [number(row, place), place, row]);
-  keyed.sort(([a, i], [b, j]) => isNaN(a) - isNaN(b) || sign * (a - b) || i - j);
-  table.tBodies[0].append(...keyed.map(([, , row]) => row));
-}
 
 // ---- colours
 
@@ -360,7 +333,6 @@ function drawAll() {
   drawExperts();
 }
 
-document.querySelectorAll("table.sortable").forEach(sortable);
 byId("legend").append(...data.rows.map(key));
 fillSelects();
 drawAll();

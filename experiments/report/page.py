@@ -1,18 +1,15 @@
 """The page of the report: one HTML file that holds everything it shows and asks no network for anything."""
 
-import base64
-import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import yaml
 from plotly.offline import get_plotlyjs
 
 from ..runs import FREE, flatten, same
 from . import tables
+from .base import asset, embedded, sort_value, template
 from .comparison import ABSENT, Row, differing
 from .interactive import page_data
 from .plots import Picture
@@ -31,47 +28,24 @@ def render(report: "Report", head: list[str], body: list[list[str]], figures: Se
     """The HTML page: table, plots, configs, and the pictures for readers without JavaScript."""
     complete = [row for row in report.rows if row.complete]
     run = complete[0].complete[0]
-    return _template().render(
+    return template(FOLDER / "page.html.j2").render(
         title=run.config.get("name", report.folder.parent.name),
         report=report,
         header=head,
         table=[[(cell, sort_value(cell)) for cell in line] for line in body],
-        images=[(figure, base64.b64encode(figure.path.read_bytes()).decode("ascii")) for figure in figures],
+        images=[(figure, embedded(figure.path)) for figure in figures],
         twins=TWINS,
         paper=tables,
         data=page_data(complete, report.start),
         plotly=get_plotlyjs(),
-        style=(FOLDER / "page.css").read_text(encoding="utf-8"),
-        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
+        style=asset("page.css"),
+        script="\n".join((asset("table.js"), asset("page.js"))),
         options=row_options(report.rows),
         shared=yaml.safe_dump(shared([_config(row) for row in report.rows]), sort_keys=False),
         configs=_configs(report),
         environment=yaml.safe_dump(run.environment, sort_keys=False),
         runs=[run for row in report.rows for run in row.runs],
     )
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return environment.get_template("page.html.j2")
-
-
-def sort_value(cell: str) -> float | None:
-    """The number that a cell of the table begins with, None if it has none; the reference differs from itself by 0.
-
-    >>> [sort_value(cell) for cell in ("0.840 ± 0.030", "-0.1 [-0.3, +0.1]", "12,345", "2 of 3 seeds: s1 missing")]
-    [0.84, -0.1, 12345.0, 2.0]
-    >>> [sort_value(cell) for cell in ("-", "eqb", "reference")]
-    [None, None, 0.0]
-    """
-    if cell == "reference":
-        return 0.0
-    found = re.match(r"[+-]?\d[\d,]*(\.\d+)?", cell)
-    return float(found[0].replace(",", "")) if found else None
 
 
 def _config(row: Row) -> dict[str, Any]:

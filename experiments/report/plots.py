@@ -3,8 +3,9 @@
 Lines and bars are means over the complete seeds; a band or a whisker runs from the lowest seed to the highest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,18 @@ def draw_all(rows: Sequence[Row], folder: Path, start: int) -> list[Picture]:
     if not drift.empty:
         drift.to_csv(folder / "bias_drift.csv", index=False)
         figures["bias_drift"] = lambda rows, start: draw_drift(drift, _balancer_colours(rows))
+    return save_all({name: partial(draw, rows, start) for name, draw in figures.items()}, folder)
+
+
+def save_all(figures: Mapping[str, Callable[[], tuple[Figure, str]]], folder: Path) -> list[Picture]:
+    """Draw each figure into ``folder`` under its name, as PNG and as SVG; the pictures returned are the PNGs."""
     pictures = []
     # the style is the report's own, whatever the reader's matplotlib is set to
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
         for name, draw in figures.items():
-            figure, title = draw(rows, start)
+            figure, title = draw()
             path = folder / f"{name}.png"
             figure.savefig(path, dpi=DPI, facecolor="white")
             # the layout is made; making it again takes as long as drawing

@@ -248,7 +248,8 @@ def route(
         kept = torch.empty(num_tokens, num_experts, dtype=torch.bfloat16, device=device)
         filled = torch.zeros(1, dtype=torch.int64, device=device)
     padded = triton.next_power_of_2(num_experts)
-    block_tokens = max(1, SCORES_PER_PROGRAM // padded)
+    # the keys of a window take registers beside the scores
+    block_tokens = max(1, SCORES_PER_PROGRAM // (padded if first is None else 2 * padded))
     launch(
         _route_kernel,
         (min(triton.cdiv(num_tokens, block_tokens), MAX_PROGRAMS),),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.balancers import ExactQB, HistogramQB, simulate_ranks, update_balancers
 from equipoise.balancers.candidates import MEMORY, REACH
-from equipoise.balancers.update import drive
+from equipoise.balancers.update import _describe, drive
 from equipoise.kernels import Routing, route
 
 E, K = 16, 3
@@ -138,7 +138,7 @@ def test_share_of_candidates_is_that_under_the_cut() -> None:
     first, second = drifting(0.0, num_steps=2)
     learn([balancer], first)
     routing = route(second, balancer.bias, K)
-    cut = balancer.bias + REACH * balancer.candidates.square.sqrt()
+    cut = balancer.bias + REACH * balancer.shortlist.square.sqrt()
     below = int((routing.margins <= cut).sum())
     learn([balancer], second)
     assert 0 < below < second.numel()
@@ -146,7 +146,7 @@ def test_share_of_candidates_is_that_under_the_cut() -> None:
 
 
 def test_cut_follows_the_root_mean_square_of_moves_and_skips_steps_without_tokens() -> None:
-    cut = ExactQB(2, 1, candidates="cut").candidates
+    cut = ExactQB(2, 1, candidates="cut").shortlist
     cut.learn(torch.tensor([0.3, -0.1]))
     cut.learn(torch.tensor([0.0, torch.nan]))
     torch.testing.assert_close(cut.square, torch.tensor([MEMORY * 0.09, 0.01]))
@@ -161,8 +161,8 @@ def test_observing_keeps_pairs_only_and_gives_the_margins_of_a_fallback_back() -
     last = next(drifting(0.0, seed=9))
     balancer.observe(route(last, balancer.bias, K, tally=balancer.tally))
     assert balancer.store.buffer.numel() == 0
-    assert balancer.candidates._filled == int((balancer.candidates.values[: balancer.candidates._filled] < 9).sum())
-    assert K * len(last) <= balancer.candidates._filled < last.numel()
+    assert balancer.shortlist._filled == int((balancer.shortlist.values[: balancer.shortlist._filled] < 9).sum())
+    assert K * len(last) <= balancer.shortlist._filled < last.numel()
 
 
 def test_window_is_one_round_and_keeps_nothing_of_the_size_of_tokens() -> None:
@@ -285,7 +285,42 @@ def test_fixed_point_keys_need_bounded_scores(feed: Feed) -> None:
         feed(ExactQB(E, K, key="fixed12"), torch.randn(4, E), selection="logit")
 
 
-def test_compiled_code_cannot_collect_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{"candidates": "window", "fallback": "observe"}, {"key": "fixed12"}])
+def test_compiled_code_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(ValueError, match="expected candidates='window' or fallback='keep'"):
-        ExactQB(E, K, candidates="cut", fallback="observe").open_tally()
+    with pytest.raises(ValueError, match="expected fallback='keep' and key='bf16' or 'fp32', got"):
+        ExactQB(E, K, **options).open_tally()
+
+
+@every_form
+def test_the_kernels_too_give_the_bits_of_the_full_selection(
+    form: dict[str, str], monkeypatch: pytest.MonkeyPatch, interpreter: None
+) -> None:
+    """Whatever a form does with margins, they are those that the kernel has."""
+    monkeypatch.setenv("EQUIPOISE_KERNELS", "triton")
+    lean, full = ExactQB(E, K, **form), ExactQB(E, K, key=form["key"])
+    for logits in drifting(0.1, num_steps=4):
+        ours, reference = learn([lean, full], logits, parts=1)
+        assert torch.equal(ours, reference)
+
+
+def test_the_tally_of_another_is_not_taken_for_its_own() -> None:
+    for form in FORMS:
+        one, other, alone = (ExactQB(E, K, **form) for _balancer in range(3))
+        logits = next(drifting(0.0))
+
+        def forwards(one: ExactQB = one, other: ExactQB = other, logits: Tensor = logits) -> None:
+            routing = route(logits, one.bias, K, tally=one.tally)
+            for balancer in (one, other):
+                balancer.observe(routing)
+
+        forwards()
+        update_balancers([one, other], observe_again=forwards)
+        learn([alone], logits)
+        assert torch.equal(one.bias, alone.bias)
+        assert torch.equal(other.bias, alone.bias)
+
+
+def test_ranks_with_other_forms_are_described_otherwise() -> None:
+    settings = [_describe(ExactQB(E, K, candidates=candidates)) for candidates in (None, "cut", "window")]
+    assert len({each["candidates"] for each in settings}) == 3

@@ -64,7 +64,6 @@ BIAS = [
     Row("exact_qb", ExactQB),
     Row("exact_qb_q_plus_1", partial(ExactQB, order="q_plus_1")),
     Row("exact_qb_fp32", partial(ExactQB, key="fp32")),
-    Row("exact_qb_fixed12", partial(ExactQB, key="fixed12")),
     Row("exact_qb_fixed16", partial(ExactQB, key="fixed16")),
     Row("exact_qb_cut", partial(ExactQB, candidates="cut")),
     Row("exact_qb_cut_fp32_ema", partial(ExactQB, candidates="cut", key="fp32", ema=0.5)),

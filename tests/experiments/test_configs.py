@@ -133,7 +133,7 @@ def test_every_option_of_a_group_passes_the_check(group, monkeypatch):
         (["model.width=0"], "model.width must be a positive whole number, got 0"),
         (["+model.depth=3"], "model: got an unexpected keyword argument 'depth'"),
         (["+balancer.bias.rank=3"], "balancer.bias: .*'rank'"),
-        (["balancer.bias.key=fp8"], "balancer.bias: key must be 'bf16' or 'fp32', got 'fp8'"),
+        (["balancer.bias.key=fp8"], "balancer.bias: key must be 'bf16', 'fp32' or 'fixed8' to 'fixed16', got 'fp8'"),
         (["balancer.bias._target_=equipoise.balancers.Nope"], "balancer.bias: .*Nope"),
         (["balancer=histogram_qb", "model.selection=logit"], "HistogramQB needs selection='score'"),
         (["balancer=gshard", "balancer.gradient.coefficient=0"], "balancer.gradient: coefficient must be positive"),
