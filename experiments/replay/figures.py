@@ -73,11 +73,11 @@ def error_by_bytes(frame: pd.DataFrame, table: pd.DataFrame, facts: Facts) -> tu
     low, high = axes.get_ylim()
     axes.axhspan(low, 1, color=NOISE_COLOUR, alpha=0.2, linewidth=0, zorder=0)
     axes.text(
-        0.995,
+        0.005,
         1,
         "below the sampling noise",
         transform=axes.get_yaxis_transform(),
-        ha="right",
+        ha="left",
         va="top",
         color="#555555",
         # where all errors are far below, so is the axis
