@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import select
 import signal
 import threading
@@ -25,6 +26,8 @@ from .plugins import PluginJobError
 
 # the optimizer imports torch._dynamo, which takes as long as torch itself
 PRELOADED = ["equipoise.experiments.train", "torch._dynamo", "wandb"]
+# what reading a file raises that is not all there
+CUT_SHORT = (json.JSONDecodeError, pickle.UnpicklingError, EOFError)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -92,8 +95,8 @@ def run_ranks(main: Callable[[str], None], folder: Path, ranks: int) -> None:
     try:
         try:
             elastic_launch(config, _run_rank)(main, str(folder), os.getpid())
-        # the agent reads the error files of ranks that failed, and a full disk cuts them short
-        except (ChildFailedError, json.JSONDecodeError) as error:
+        # the agent reads what ranks that failed have left, JSON and a pickle, and a full disk cuts them short
+        except (ChildFailedError, *CUT_SHORT) as error:
             raise _root_cause(error, logs, ranks) from error
         finally:
             for child in multiprocessing.active_children():
@@ -179,7 +182,7 @@ def _next_attempt(log: Path) -> Path:
     return log / str(max(attempts, default=0) + 1)
 
 
-def _root_cause(error: ChildFailedError | json.JSONDecodeError, logs: RankLogs, ranks: int) -> RankError:
+def _root_cause(error: Exception, logs: RankLogs, ranks: int) -> RankError:
     """The rank that failed first.
 
     The agent reports one rank, and where several fail at almost the same time not always the one that made the others

@@ -32,7 +32,7 @@ FORMS = [
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
 
 
-def drifting(step: float, seed: int = 0, num_steps: int = 8, num_tokens: int = 200) -> Batches:
+def drifting(step: float, seed: int = 0, num_steps: int = 5, num_tokens: int = 200) -> Batches:
     """Logits ``[T, E]`` of each step, whose favourites walk by ``step``."""
     generator = torch.Generator().manual_seed(seed)
     offset = torch.randn(E, generator=generator)
@@ -292,14 +292,24 @@ def test_compiled_code_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch, o
         ExactQB(E, K, **options).open_tally()
 
 
-@every_form
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"key": "bf16", "candidates": "cut", "fallback": "observe"},
+        {"key": "fp32", "candidates": "cut", "fallback": "observe"},
+        {"key": "fixed16", "candidates": "cut", "fallback": "keep"},
+        {"key": "bf16", "candidates": "window", "fallback": "keep"},
+        {"key": "fixed12", "candidates": "window", "fallback": "observe"},
+    ],
+    ids=lambda form: "-".join(form.values()),
+)
 def test_the_kernels_too_give_the_bits_of_the_full_selection(
     form: dict[str, str], monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
     """Whatever a form does with margins, they are those that the kernel has."""
     monkeypatch.setenv("EQUIPOISE_KERNELS", "triton")
     lean, full = ExactQB(E, K, **form), ExactQB(E, K, key=form["key"])
-    for logits in drifting(0.1, num_steps=4):
+    for logits in drifting(0.1, num_steps=2, num_tokens=70):
         ours, reference = learn([lean, full], logits, parts=1)
         assert torch.equal(ours, reference)
 

@@ -66,7 +66,6 @@ BIAS = [
     Row("exact_qb_fp32", partial(ExactQB, key="fp32")),
     Row("exact_qb_fixed16", partial(ExactQB, key="fixed16")),
     Row("exact_qb_cut", partial(ExactQB, candidates="cut")),
-    Row("exact_qb_cut_fp32_ema", partial(ExactQB, candidates="cut", key="fp32", ema=0.5)),
     Row("exact_qb_window", partial(ExactQB, candidates="window")),
     Row("exact_qb_window_fixed12", partial(ExactQB, candidates="window", key="fixed12", order="q_plus_1")),
     Row("exact_qb_fp32_q_plus_1_ema_uncentred", partial(ExactQB, key="fp32", order="q_plus_1", ema=0.5, centre=False)),

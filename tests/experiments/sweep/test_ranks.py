@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -63,6 +64,16 @@ def test_error_file_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
     assert (str(error), error.rank) == ("OSError: rank 1 has no space left", 0)
     logs.path(0, "error.json").unlink()
     assert "is the disk full?" in str(ranks._root_cause(agent.value, logs, 2))
+
+
+@pytest.mark.parametrize("left", [b"", pickle.dumps("OSError: no space left")[:-5]])
+def test_pickle_of_a_rank_that_was_cut_short_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bytes
+) -> None:
+    """torch hands the trace of a rank on in a file too, which the full disk cuts as well."""
+    monkeypatch.setattr(ranks, "elastic_launch", lambda config, main: lambda *arguments: pickle.loads(left))
+    with pytest.raises(ranks.RankError, match="an error file was cut short"):
+        ranks.run_ranks(print, tmp_path, 2)
 
 
 @pytest.mark.parametrize("number", ranks.STOP_SIGNALS)
