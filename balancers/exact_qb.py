@@ -32,9 +32,9 @@ class ExactQB(BiasBalancer):
             an untied expert.
         candidates: None, ``cut`` or ``window``.
         fallback: where a step that falls back finds all margins. ``keep``: in the store, as without candidates; this
-            saves passes and rounds. ``observe``: in the forwards of the step, once more (``observe_again`` of
-            ``update_balancers``); the state is then the pairs under the cut, or the counts of the window, except in
-            the steps that fall back, the first one among them.
+            saves a round with a window, and no memory. ``observe``: in the forwards of the step, once more
+            (``observe_again`` of ``update_balancers``); the state is then the pairs under the cut, or the counts of
+            the window, except in the steps that fall back, the first one among them.
         shared: ``ema``, ``centre``, ``frozen`` of ``BiasBalancer``.
 
     Raises:
